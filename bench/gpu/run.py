@@ -199,11 +199,11 @@ def sums(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     return result
 
 
-def digests(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+def digests(options: argparse.Namespace, out: Path, *arguments: str) -> dict[str, Any]:
     """Elastic training for 50 steps at W = 2 and 3: digests of all ranks, and what a step and its update take."""
     result = {}
     for size in (2, 3):
-        with world(options, out, size, ["train"]) as found:
+        with world(options, out, size, ["train", *arguments]) as found:
             last = {worker.wait_for("done")["digest"] for worker in found.workers}
             applied = [event for worker in found.workers for event in worker.all("applied") if event["step"] > 5]
         result[f"W={size}"] = {
@@ -238,6 +238,11 @@ def links(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 def fsdp(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """The same with FSDP (FULL_SHARD), whose shards lie in host memory."""
     return _in_microbatches(options, out, "--total", "20", "--sharded")
+
+
+def fsdp_carried(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """FSDP (FULL_SHARD) for 20 steps, whose gathers and scatters the engine carries; as `digests`."""
+    return digests(options, out, "--total", "20", "--sharded")
 
 
 def _in_microbatches(options: argparse.Namespace, out: Path, *arguments: str) -> dict[str, Any]:
@@ -499,7 +504,7 @@ def broken(options: argparse.Namespace, out: Path) -> dict[str, Any]:
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     each.__name__: each
     for each in (
-        *(links, links_kills, carry, fsdp, replicas, replicas_carried),
+        *(links, links_kills, carry, fsdp, fsdp_carried, replicas, replicas_carried),
         *(abort, sums, digests, kills, freezes, broken, newcomer, models, gate, step),
     )
 }

@@ -31,7 +31,7 @@ gRPC, which works wherever members can reach each other's doors."""
 _known_links = list(LINKS)
 
 ENGINES = ("links", "gloo", "nccl", "xccl", "ucc")
-"""The engines that need no plug-in. An engine carries the gradients of DDP: Paceline's links, or a backend of torch."""
+"""The engines that need no plug-in. Paceline's links, or a backend of torch."""
 
 
 def plug_in_engines() -> Mapping[str, EntryPoint]:
@@ -82,9 +82,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "always allowed",
     "PACELINE_TCP_STREAMS": "TCP connections of one link in each direction, 1 to 16 (default: 1): several are "
     "faster if the delay is long",
-    "PACELINE_PINNED": "MiB of pinned host memory for gradients on their way from a device and back (default: 512)",
-    "PACELINE_ENGINE": "what carries the gradients of DDP: links (default), gloo, mpi, or nccl on GPUs; all members "
-    "need the same",
+    "PACELINE_PINNED": "MiB of pinned host memory for what is copied between a device and the host (default: 512)",
+    "PACELINE_ENGINE": "what carries gradients, and FSDP's parameters on a device: links (default), gloo, mpi, or nccl "
+    "on GPUs; all members need the same",
     "PACELINE_REPLAY": "set by `paceline replay`: a file that says which step to compute again, and from which "
     "checkpoint",
     "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune-out`; all members need the same",
@@ -123,7 +123,7 @@ class Config:
     """TCP connections of one link in each direction, 1 to 16."""
 
     pinned: int = 512
-    """Most MiB of pinned host memory of a group for gradients on their way from a device and back."""
+    """Most MiB of pinned host memory of a group for what is copied between a device and the host."""
 
     tuning: str = ""
     """File with a table of schedules (`paceline._collectives.choose`); all members of a job must have the same.
@@ -132,9 +132,9 @@ class Config:
     """
 
     engine: str = "links"
-    """The name of what carries the gradients of DDP: "links", or an engine (docs/engines.md): "gloo" on the CPU,
-    "nccl", "xccl" or "ucc" on a device, or one that an installed package brings, such as "mpi". Everything else travels
-    over links. All members of a job must have the same."""
+    """The name of what carries the gradients of DDP, and what FSDP gathers and scatters on a device: "links", or an
+    engine (docs/engines.md): "gloo" on the CPU, "nccl", "xccl" or "ucc" on a device, or one that an installed package
+    brings, such as "mpi". Everything else travels over links. All members of a job must have the same."""
 
     def __post_init__(self) -> None:
         for name in _SECONDS:

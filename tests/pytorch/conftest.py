@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
 
+from paceline.config import Config
 from support.needs import is_required
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of ranks begin with this, whatever the main one is told
@@ -31,8 +33,13 @@ elif find_spec("accelerate") is None or find_spec("transformers") is None:
 
 @pytest.fixture(params=["cpu", "device"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test with models on the CPU, and once more with models on a device, which is a fake."""
-    if request.param == "device":
+    """Runs a test with models on the CPU, and once more with models on a device, which is a fake.
+
+    At the place "engine" models are on that device too, and groups have an engine.
+    """
+    if request.param == "engine":
+        monkeypatch.setattr("paceline.testing.Config", partial(Config, engine="gloo"))
+    if request.param != "cpu":
         from pytorch.fake_device import install
 
         install(monkeypatch.setattr)

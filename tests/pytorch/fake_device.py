@@ -13,17 +13,26 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import paceline.torch
 from paceline._elastic import device_array, foreign
-from paceline.torch import _device_streams, _pinned, _tensors
+from paceline.torch import _c10d_engine, _device_streams, _pinned, _tensors
 from paceline.torch._device_streams import DeviceStreams, Mark
 
 LOOKS = 2
 """How often a mark is looked at before it has happened."""
+
+ON_DEVICE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from pytorch.fake_device import install
+install(setattr)
+"""
+"""The first lines of a worker's script, whose models are then on such a device."""
 
 Patch = Callable[[Any, str, Any], None]
 
@@ -62,7 +71,8 @@ class LateStreams(DeviceStreams):
         self._done: dict[str, int] = {}
         self._latest: Mark | None = None
         """The latest mark in the script's own stream, which a copy to the host must wait for."""
-        self._awaited: Mark | None = None
+        self._awaited: Mark | str | None = "nothing"
+        """The last mark that the stream for copies to the host has waited for; None if the host has waited."""
 
     @property
     def _use(self) -> str | None:
@@ -107,10 +117,16 @@ class LateStreams(DeviceStreams):
         """See `DeviceStreams`."""
         return nullcontext()
 
+    def new(self) -> str:
+        """See `DeviceStreams`."""
+        return "sums"
+
     @contextmanager
-    def aside(self, use: str = _device_streams.SUMS) -> Iterator[None]:
+    def aside(self, use: str) -> Iterator[None]:
         """See `DeviceStreams`."""
         self._local.use = use
+        if use == _device_streams.TO_HOST:
+            self._awaited = "nothing"
         try:
             yield
         finally:
@@ -119,7 +135,7 @@ class LateStreams(DeviceStreams):
     def copy(self, target: Any, source: Any) -> None:
         """See `DeviceStreams`."""
         if self._use == _device_streams.TO_HOST:
-            assert self._awaited is self._latest, "a copy to the host does not wait for the last write"
+            assert self._awaited in (None, self._latest), "a copy to the host does not wait for the last write"
         self._do(lambda: target.copy_(source))
 
     def keep(self, tensor: Any) -> None:
@@ -143,7 +159,16 @@ def install(patch: Patch, on_device: Callable[[Any], bool] = lambda tensor: True
         return lend(*args, **kwargs).fill_(float("nan"))
 
     patch(_pinned.PinnedMemory, "lend", lend_nan)
+
+    def late_called(group: Any, call: Any) -> Any:
+        """Calls a library for the CPU, which knows no marks, behind all that it must wait for."""
+        if getattr(call.x, "written", None) is not None:
+            call.x.written.reach()
+        return called(group, call)
+
+    called = _c10d_engine.called
     replaced = {
+        called: late_called,
         _tensors.on_host: lambda tensor: not on_device(tensor),
         _device_streams.streams_of: lambda device: LateStreams(),
     }

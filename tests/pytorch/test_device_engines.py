@@ -42,7 +42,7 @@ else:
     dist = pytest.importorskip("torch.distributed")
 
 from paceline.torch import _autograd, _device_engine, _device_parameter, _tensor_buckets, _tensor_transports, _tensors
-from paceline.torch._device_streams import SUMS, DeviceStreams, Mark
+from paceline.torch._device_streams import DeviceStreams, Mark
 from paceline.torch.ddp import DDP
 
 pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.newest]
@@ -67,8 +67,8 @@ class _FakeWork:
 
     interrupts: ClassVar[list[BaseException]] = []
 
-    def __init__(self, x: Any) -> None:
-        self.x = x
+    def __init__(self, given: Any, x: Any, combine: Callable[[Any], Any]) -> None:
+        self.given, self.x, self.combine = given, x, combine
         self.over = threading.Event()
 
     def wait(self) -> None:
@@ -118,13 +118,21 @@ class FakeNccl:
                 raise RuntimeError("NCCL communicator was aborted")
 
     def allreduce(self, tensors: list[Any], options: Any) -> _FakeWork:
+        return self._start(_FakeWork(tensors[0], tensors[0], lambda given: given.sum(0)))
+
+    def _allgather_base(self, whole: Any, part: Any, options: Any) -> _FakeWork:
+        return self._start(_FakeWork(part, whole, torch.ravel))
+
+    def _reduce_scatter_base(self, part: Any, whole: Any, options: Any) -> _FakeWork:
+        return self._start(_FakeWork(whole, part, lambda given: given.sum(0).chunk(self.size)[self.rank]))
+
+    def _start(self, work: _FakeWork) -> _FakeWork:
         assert self.hub is not None
         with self.mutex:
             if not self.hub.complete.wait(float(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"])):
                 raise RuntimeError("NCCL timed out while it connected")
-        work = _FakeWork(tensors[0])
-        if tensors[0].numel() > 1:
-            self.log.append(("sum", tensors[0].data_ptr()))
+        if work.x.numel() > 1:
+            self.log.append(("sum", work.x.data_ptr()))
         with self.hub.lock:
             self.mine.append(work)
             of_all = self.hub.started.setdefault(len(self.mine), {})
@@ -139,9 +147,9 @@ class FakeNccl:
                 continue
             if self.held.is_set() and of_all[0].x.numel() > 1:
                 continue
-            total = torch.stack([of_all[rank].x for rank in range(self.size)]).sum(0)
+            given = torch.stack([of_all[rank].given for rank in range(self.size)])
             for each in self.hub.started.pop(number).values():
-                each.x.copy_(total)
+                each.x.copy_(each.combine(given))
                 each.over.set()
 
     def abort(self) -> None:
@@ -195,9 +203,12 @@ class FakeStreams(DeviceStreams):
     def here(self) -> Any:
         return nullcontext()
 
+    def new(self) -> str:
+        return "sums"
+
     @contextmanager
-    def aside(self, use: str = SUMS) -> Iterator[None]:
-        assert use == SUMS
+    def aside(self, use: str) -> Iterator[None]:
+        assert use == "sums"
         self._local.aside = True
         try:
             yield
@@ -309,7 +320,7 @@ for _ in range(4):
     threading.Thread(target=read, daemon=True).start()
 dist.ProcessGroupNCCL = Group
 streams = types.SimpleNamespace(
-    mark=lambda: None, aside=contextlib.nullcontext, here=contextlib.nullcontext, wait_for=lambda mark: None
+    mark=lambda: None, new=lambda: None, aside=contextlib.nullcontext, here=contextlib.nullcontext, wait_for=id
 )
 engines.streams_of = lambda device: streams
 engine = engines.DeviceEngine("nccl", torch.device("cpu"))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch.fake_device import ON_DEVICE
 from pytorch.torch_models import made
 from torch import nn
 from torch.nn import functional as F
@@ -252,12 +253,20 @@ def test_a_state_is_resharded_between_worlds(name: str, world: int, next_world: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.exhaustive)])
-def test_a_worker_joins_two_and_another_is_drained(strategy: str) -> None:
-    with (
-        coordinator() as address,
-        workers(3, code([2, 3, 2], strategy), COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="3") as started,
-    ):
+@pytest.mark.parametrize(
+    ("strategy", "engine"),
+    [
+        ("FULL_SHARD", "links"),
+        ("FULL_SHARD", "gloo"),
+        pytest.param("SHARD_GRAD_OP", "links", marks=pytest.mark.exhaustive),
+        pytest.param("SHARD_GRAD_OP", "gloo", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_worker_joins_two_and_another_is_drained(strategy: str, engine: str) -> None:
+    """With an engine the model is on a device, which is a fake."""
+    text = (ON_DEVICE if engine != "links" else "") + code([2, 3, 2], strategy)
+    settings = {"MIN_WORKERS": "2", "MAX_WORKERS": "3", "ENGINE": engine}
+    with coordinator() as address, workers(3, text, COORDINATOR=address, **settings) as started:
         first, second, newcomer = started
         for worker in started:
             worker.expect("ready", timeout=40.0)
@@ -289,13 +298,15 @@ def test_survivors_train_on_after_a_kill() -> None:
 
 
 @pytest.mark.exhaustive
-def test_hybrid_shard_trains_on_after_a_node_loses_a_member() -> None:
+@pytest.mark.parametrize("engine", ["links", "gloo"])
+def test_hybrid_shard_trains_on_after_a_node_loses_a_member(engine: str) -> None:
     fault = "if (step.world, step.rank, count) == (4, 1, 2): os.kill(os.getpid(), signal.SIGKILL)"
     text = code([2, 4, 2], "HYBRID_SHARD", node=2, fault=fault)  # the first view may have two already
+    text = (ON_DEVICE if engine != "links" else "") + text
     with (
         ThreadPoolExecutor() as pool,
         coordinator() as address,
-        workers(4, text, COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="4") as started,
+        workers(4, text, COORDINATOR=address, MIN_WORKERS="2", MAX_WORKERS="4", ENGINE=engine) as started,
     ):
         for worker in started:
             worker.expect("ready", timeout=50.0)

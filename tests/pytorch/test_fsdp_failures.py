@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pytorch.fake_device import ON_DEVICE
 
 from paceline.testing import coordinator
 from support.processes import workers
@@ -61,13 +62,16 @@ KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('x')"
         pytest.param("HYBRID_SHARD", 2, RAISE, "PeerRaised", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.parametrize("engine", ["links", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_survivors_raise_one_typed_error_and_free_memory(
-    where: str, strategy: str, node: int | None, end: str, error: str
+    engine: str, where: str, strategy: str, node: int | None, end: str, error: str
 ) -> None:
+    """With an engine the model is on a device, which is a fake."""
     code = CODE.replace("END", end).replace("STRATEGY", strategy).replace("NODE", str(node))
+    code = f"WHERE = {where!r}\n{ON_DEVICE if engine != 'links' else ''}{code}"
     with (
         coordinator() as address,
-        workers(4, f"WHERE = {where!r}\n{code}", COORDINATOR=address, MIN_WORKERS="4") as started,
+        workers(4, code, COORDINATOR=address, MIN_WORKERS="4", ENGINE=engine) as started,
     ):
         ranks = {worker.expect("joined", timeout=40)["rank"]: worker for worker in started}
         for rank in (0, 2, 3):

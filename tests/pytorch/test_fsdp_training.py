@@ -18,7 +18,11 @@ from paceline.testing import run_ranks
 from paceline.torch import FSDP
 from support.turns import by_turns
 
-pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.usefixtures("place")]
+pytestmark = [
+    pytest.mark.needs(what="torch"),
+    pytest.mark.parametrize("place", ["cpu", "device", "engine"], indirect=True),
+    pytest.mark.usefixtures("place"),
+]
 
 CASES = cases(1, 2, 3, 4)
 

@@ -1,6 +1,6 @@
-"""The all_reduce whose large part is carried by an engine (`paceline.engines`), and its small part by links.
+"""Operations whose large arrays are carried by an engine (`paceline.engines`), and a small one by links.
 
-Links go first. So the engine starts a sum only when all members are in the same operation, with the same sizes.
+Links go first. So the engine starts only when all members are in the same operation, with the same sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline._base.waits import Latch
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.tasks import Chooser, Task, reducing_task
 from paceline._links.fault import Fault
-from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice
+from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline.errors import LinkUnavailable
 
 _SLICE = 1.0
@@ -27,18 +27,21 @@ _SLICE = 1.0
 def carried_task(
     engine: Engine,
     carrier: DataEngine,
+    start: Callable[[DataEngine], Ticket],
     x: Any,
     tail: Array,
     choose: Chooser,
-    divisor: Callable[[], float] | None,
     patience: float,
+    detail: str = "",
+    divisor: Callable[[], float] | None = None,
 ) -> Task[Any]:
-    """Makes the task of `Group.all_reduce_carried`.
+    """Makes a task of a group's methods `..._carried`.
 
-    The carrier sums `x`, shape [N], in place and divides it by what `divisor` returns. Links sum `tail`, shape [M], in
-    place by the schedule that `choose` picks, and notice a failure within `patience` seconds after the carrier has.
+    `start` has the carrier change `x` in place, which is then divided by what `divisor` returns. Links sum `tail`,
+    shape [M], in place by the schedule that `choose` picks, and notice a failure within `patience` seconds after the
+    carrier has. Ranks must also agree on the dtype and shape of `x`, and on `detail`.
     """
-    detail = f" {carrier.name}={str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    detail = f" {carrier.name}={str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail}"
     links = reducing_task(engine, "all_reduce", tail, "sum", tail, choose, detail=detail)
     fault = engine.mesh.fault
 
@@ -46,14 +49,14 @@ def carried_task(
         links.body(call)
         try:
             carrier.await_ready(call.deadline)
-            carrier.all_reduce(x).wait(call.deadline)
+            start(carrier).wait(call.deadline)
         except BaseException as error:
             _let_go(carrier)
             if isinstance(error, EngineFailed):
                 _await_fault(fault, patience)
             fault.check()
             if isinstance(error, EngineFailed | EngineTimeout):
-                raise LinkUnavailable(f"the engine {carrier.name!r} did not sum gradients: {error}") from error
+                raise LinkUnavailable(f"the engine {carrier.name!r} has failed: {error}") from error
             raise
         if divisor is not None:
             _divide(x, divisor())

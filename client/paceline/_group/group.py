@@ -14,15 +14,16 @@ import numpy.typing as npt
 
 from paceline._base.activity import FlightRecorder, MemberCounters
 from paceline._base.arrays import Array, Signature, as_array, check_writable, native
+from paceline._base.work import Work
 from paceline._collectives.carried_tasks import carried_task
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.tasks import Chooser
 from paceline._group.collective_calls import Collectives
-from paceline._group.group_core import Binding
+from paceline._group.group_core import Binding, labelled
 from paceline._links.base import MAX_GROUP_NAME, Mesh, Peer
 from paceline._links.submesh import SubMesh
 from paceline.config import Config
-from paceline.engines import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout
+from paceline.engines import MAX_CONTACT_BYTES, DataEngine, EngineFailed, EngineTimeout, OnDevice, Ticket
 from paceline.engines._catalogue import make_engine
 from paceline.errors import (
     InvalidRank,
@@ -165,12 +166,46 @@ class Group(Collectives):
         Raises:
             PacelineError: as `open_engine` and `all_reduce`.
         """
-        engine = self.open_engine()
-        assert engine is not None, "no engine carries the gradients of this group"
+        return self._carry(
+            lambda engine: engine.all_reduce(x), x, tail, divisor=divisor, timeout=timeout, async_op=async_op
+        )
+
+    def all_gather_carried(self, x: OnDevice, *, label: str = "") -> Work[Any]:
+        """Has the engine gather the parts of all ranks in place, shape [W S]; see `DataEngine.all_gather`.
+
+        Raises:
+            PacelineError: as `open_engine` and `all_gather`, whose `label` this is.
+        """
+        detail = " all_gather" + labelled(label)
+        work: Work[Any] = self._carry(lambda engine: engine.all_gather(x), x, np.zeros(1), detail, async_op=True)
+        return work
+
+    def reduce_scatter_carried(self, x: OnDevice, *, label: str = "") -> Work[Any]:
+        """Has the engine sum over all ranks, shape [W S]; see `DataEngine.reduce_scatter`.
+
+        Raises:
+            PacelineError: as `open_engine` and `reduce_scatter`, whose `label` this is.
+        """
+        detail = " reduce_scatter" + labelled(label)
+        work: Work[Any] = self._carry(lambda engine: engine.reduce_scatter(x), x, np.zeros(1), detail, async_op=True)
+        return work
+
+    def _carry(
+        self,
+        start: Callable[[DataEngine], Ticket],
+        x: Any,
+        tail: Array,
+        detail: str = "",
+        *,
+        divisor: Callable[[], float] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Issues an operation that the engine carries; see `carried_task`."""
+        engine, patience = self.open_engine(), self._config.failure_timeout
+        assert engine is not None, "this group has no engine"
         return self._issue(
-            lambda bound: carried_task(
-                bound.engine, engine, x, tail, self.choose, divisor, self._config.failure_timeout
-            ),
+            lambda bound: carried_task(bound.engine, engine, start, x, tail, self.choose, patience, detail, divisor),
             timeout,
             async_op,
         )

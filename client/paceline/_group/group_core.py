@@ -36,7 +36,7 @@ class Binding:
 
     Members must agree on `label`, for signatures. `first_rank` is the lowest rank in the view among them. `parts` has
     how many parts have been made, by name. `stale` is True once the group has moved on to another generation. `carrier`
-    is the engine that carries gradients; None until it is opened, or if links carry them.
+    is the group's engine (`paceline.engines`); None until it is opened, or if links carry everything.
     """
 
     def __init__(self, mesh: Mesh, name: str, label: str, recorder: FlightRecorder, counters: MemberCounters) -> None:

@@ -1,4 +1,4 @@
-"""The contract of an engine: another library (Gloo, MPI, NCCL, ...) that sums gradients over the members.
+"""The contract of an engine: another library (Gloo, MPI, NCCL, ...) that carries gradients between the members.
 
 An engine serves one group in one generation, and is thrown away with it. Links carry everything else: the step word,
 weights, errors, state. So an engine has little to do, but it must let go of the arrays when it is told to.
@@ -16,7 +16,8 @@ Rules that every engine keeps, and that `paceline.testing.check_engine` checks:
 
 1. `open` and `connect` return at once; `contact` and `await_ready` wait for what they have begun.
 2. `all_reduce` sums in place, over all ranks, and returns a ticket at once. Ranks start their sums in the same order; a
-   second one may be started before the first is over. An engine with `same_bits` gives all ranks the same bits.
+   second one may be started before the first is over. An engine with `same_bits` gives all ranks the same bits. With
+   `shards`, `all_gather` and `reduce_scatter` work in place too, and keep the rules for sums.
 3. A ticket's `wait` returns when the sum is there. If its deadline passes first it raises `EngineTimeout`, and the sum
    goes on.
 4. `abort`, from any thread, ends every wait within 100 ms: it raises `EngineFailed`. So does every later call.
@@ -71,18 +72,20 @@ class EngineTraits:
         dtypes: names of the dtypes that it sums.
         same_bits: True if all ranks get the same bits, which training needs (I5).
         devices: where arrays may lie; "cpu" is ordinary memory.
-        tensors: True if `all_reduce` also takes torch tensors, as `OnDevice`.
+        tensors: True if it also takes torch tensors, as `OnDevice`.
+        shards: True if it has `all_gather` and `reduce_scatter` too, which FSDP needs on a device.
     """
 
     dtypes: frozenset[str]
     same_bits: bool
     devices: frozenset[str] = frozenset({"cpu"})
     tensors: bool = False
+    shards: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnDevice:
-    """A torch tensor to sum, shape [N], contiguous.
+    """A torch tensor, shape [N], contiguous.
 
     Attributes:
         tensor: the tensor.
@@ -105,7 +108,7 @@ class OnDevice:
 
 
 class Ticket(abc.ABC):
-    """A sum under way."""
+    """An operation under way."""
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -184,6 +187,29 @@ class DataEngine(abc.ABC):
             EngineFailed: the engine was aborted or closed, or could not start the sum. After this and any other error
                 `drained` tells when the array is touched no more.
         """
+
+    def all_gather(self, x: Any) -> Ticket:
+        """Starts to gather the parts of all ranks, in place; only with `traits.shards`.
+
+        Args:
+            x: as for `all_reduce`, also of dtype uint8, shape [W S]. Elements r S to (r + 1) S - 1 are those of rank r.
+
+        Raises:
+            EngineFailed: as `all_reduce`.
+        """
+        raise NotImplementedError(f"the engine {self.name!r} has no all_gather")
+
+    def reduce_scatter(self, x: Any) -> Ticket:
+        """Starts to sum an array over all ranks; each gets its part of the sums. Only with `traits.shards`.
+
+        Args:
+            x: as for `all_reduce`, shape [W S]. At rank r, elements r S to (r + 1) S - 1 get the sums; the others are
+                undefined afterwards.
+
+        Raises:
+            EngineFailed: as `all_reduce`.
+        """
+        raise NotImplementedError(f"the engine {self.name!r} has no reduce_scatter")
 
     @abc.abstractmethod
     def abort(self) -> None:

@@ -6,6 +6,7 @@ that must not block run in a thread that can be abandoned.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -103,6 +104,30 @@ def rule_2_sums(make: MakeEngines) -> None:
                 assert same or not traits.same_bits, f"ranks 0 and {rank} hold different bits"
 
 
+def rule_2_shards(make: MakeEngines) -> None:
+    """With `traits.shards`, `all_gather` keeps the order of ranks, and `reduce_scatter` gives each its part."""
+    with make(3) as engines:
+        if not engines[0].traits.shards:
+            return
+        open_engines(engines)
+        dtypes = sorted(engines[0].traits.dtypes)
+        for size, dtype in itertools.product((1, 1000, _BIG // 4), ("uint8", *dtypes)):
+            # At first rank r has r + 1 in its own part, and 9 in the others.
+            gathered = [np.repeat(np.where(np.arange(3) == rank, rank + 1, 9).astype(dtype), size) for rank in range(3)]
+            _wait_for([engine.all_gather(x) for engine, x in zip(engines, gathered, strict=True)])
+            for rank, x in enumerate(gathered):
+                wrong = x != np.repeat([1, 2, 3], size)
+                assert not wrong.any(), f"rank {rank} has gathered {x[wrong][0]} in {dtype}[{len(x)}]"
+            if dtype not in dtypes:
+                continue
+            summed = [np.repeat((rank * np.array([1, 10, 100])).astype(dtype), size) for rank in range(3)]
+            _wait_for([engine.reduce_scatter(x) for engine, x in zip(engines, summed, strict=True)])
+            for rank, x in enumerate(summed):
+                part = np.split(x, 3)[rank]
+                wrong = part != 3 * 10**rank
+                assert not wrong.any(), f"rank {rank}: the sum of its part is {part[wrong][0]}, not {3 * 10**rank}"
+
+
 def rule_3_deadlines(make: MakeEngines) -> None:
     """A ticket's `wait` ends at its deadline, and the sum goes on."""
     with make(2) as engines:
@@ -153,6 +178,23 @@ def rule_4_abort_while_opening(make: MakeEngines) -> None:
         engines[0].abort()
         assert waiting.ends_within(_PROMPT), f"await_ready was not ended within {_PROMPT} s"
         assert isinstance(waiting.error, EngineFailed), f"await_ready ended with {waiting.error!r}"
+
+
+def rule_4_abort_shards(make: MakeEngines) -> None:
+    """`abort` ends gathers and scatters that another rank does not take part in."""
+    for method in ("all_gather", "reduce_scatter"):
+        with make(2) as engines:
+            if not engines[0].traits.shards:
+                return
+            open_engines(engines)
+            ticket = getattr(engines[0], method)(np.ones(_BIG, np.float32))
+            wait = _Call(lambda ticket=ticket: ticket.wait(_soon()))  # type: ignore[misc]
+            assert not wait.ends_within(0.02), f"{method} ended without the other rank: {wait.error!r}"
+            engines[0].abort()
+            assert wait.ends_within(_PROMPT), f"a wait for {method} was not ended within {_PROMPT} s"
+            assert isinstance(wait.error, EngineFailed), f"a wait for {method} ended with {wait.error!r}"
+            assert engines[0].drained(_soon()), f"{method} still touches the array"
+            engines[1].abort()
 
 
 def rule_5_arrays(make: MakeEngines) -> None:
@@ -216,9 +258,11 @@ ENDING_RULES: tuple[Callable[[MakeEngines], None], ...] = (
 ENGINE_RULES: tuple[Callable[[MakeEngines], None], ...] = (
     rule_1_opening,
     rule_2_sums,
+    rule_2_shards,
     rule_3_deadlines,
     *ENDING_RULES,
     rule_4_abort_in_the_middle,
+    rule_4_abort_shards,
     rule_6_close,
     rule_6_generations,
 )

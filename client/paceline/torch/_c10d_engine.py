@@ -9,12 +9,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from paceline._base.arrays import Array
 from paceline._base.waits import Outcome
@@ -30,6 +31,16 @@ EVER = timedelta(days=365)
 """A timeout that never ends a sum: the generation's fault and the caller's deadline decide."""
 
 StoreT = TypeVar("StoreT", bound=ContactStore)
+
+
+class Call(NamedTuple):
+    """A call of c10d."""
+
+    method: str
+    """Name of a method of a process group."""
+    arguments: tuple[Any, ...]
+    x: Array | OnDevice
+    """What it reads and writes."""
 
 
 class C10dEngine(DataEngine, Generic[StoreT]):
@@ -52,7 +63,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
         """Why no more sums may be started; empty while they may."""
         self._works: list[C10dTicket] = []
         self._maker: threading.Thread | None = None
-        self._size = 0
+        self._rank = self._size = 0
 
     @abc.abstractmethod
     def _make_store(self, rank: int) -> StoreT:
@@ -63,8 +74,8 @@ class C10dEngine(DataEngine, Generic[StoreT]):
         """Returns a process group that is connected to all ranks; called in a thread of its own."""
 
     @abc.abstractmethod
-    def _ticket(self, x: Array | OnDevice) -> C10dTicket:
-        """Returns the ticket of a sum that is not started yet."""
+    def _ticket(self, call: Call) -> C10dTicket:
+        """Returns the ticket of an operation that is not started yet."""
 
     @abc.abstractmethod
     def _interrupt(self) -> None:
@@ -79,7 +90,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
 
     def open(self, rank: int, peers: Sequence[Peer], patience: float) -> None:
         """See `DataEngine`."""
-        self._size = len(peers)
+        self._rank, self._size = rank, len(peers)
         self._store = self._make_store(rank)
         host = peers[rank].address.rpartition(":")[0].strip("[]") or "127.0.0.1"
         self._maker = threading.Thread(
@@ -104,14 +115,38 @@ class C10dEngine(DataEngine, Generic[StoreT]):
 
     def all_reduce(self, x: Array | OnDevice) -> Ticket:
         """See `DataEngine`."""
-        group, ticket = self._ready.result(), self._ticket(x)
+        return self._start(self._sum(x))
+
+    def all_gather(self, x: Array | OnDevice) -> Ticket:
+        """See `DataEngine`."""
+        whole, options = tensor_in(x), AllgatherOptions()
+        options.timeout = self._sum_timeout
+        return self._start(Call("_allgather_base", (whole, self._part(whole), options), x))
+
+    def reduce_scatter(self, x: Array | OnDevice) -> Ticket:
+        """See `DataEngine`."""
+        whole, options = tensor_in(x), dist.ReduceScatterOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._sum_timeout
+        return self._start(Call("_reduce_scatter_base", (self._part(whole), whole, options), x))
+
+    def _part(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor."""
+        return whole.chunk(self._size)[self._rank]
+
+    def _sum(self, x: Array | OnDevice) -> Call:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._sum_timeout
+        return Call("allreduce", ([tensor_in(x)], options), x)
+
+    def _start(self, call: Call) -> Ticket:
+        group, ticket = self._ready.result(), self._ticket(call)
         works = [*(work for work in self._works if not work.done()), ticket]  # `done` asks c10d
         try:
             with self._lock:
                 if self._ended:
                     raise EngineFailed(self._ended)
                 self._works = works
-            ticket.start(group, sum_options(self._sum_timeout))
+            ticket.start(group)
         except RuntimeError as error:
             raise EngineFailed(self._ended or f"{self.title}: {str(error).splitlines()[0][:500]}") from error
         finally:
@@ -178,7 +213,7 @@ class C10dEngine(DataEngine, Generic[StoreT]):
 
 
 class C10dTicket(Ticket):
-    """A sum that c10d is about to start, or has started. The engine knows it before c10d has the array.
+    """An operation that c10d is about to start, or has started. The engine knows it before c10d has the array.
 
     An interrupt (Ctrl-C) may come at any instruction of `start`, also when c10d has the array already. The caller sets
     `left` once `start` has returned, has raised, or will not be called.
@@ -188,20 +223,20 @@ class C10dTicket(Ticket):
         self.left = False
 
     @abc.abstractmethod
-    def start(self, group: Any, options: Any) -> None:
-        """Starts the sum."""
+    def start(self, group: Any) -> None:
+        """Starts the operation."""
 
 
-def sum_options(timeout: timedelta = EVER) -> Any:
-    """Returns c10d's options of a sum."""
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
-    options.timeout = timeout
-    return options
+def called(group: Any, call: Call) -> Iterator[Any]:
+    """Returns an iterator that makes a call and yields c10d's handle.
+
+    `list.extend` of it is one call into C: an interrupt cannot come between c10d's return and the list.
+    """
+    return map(getattr(group, call.method), *((argument,) for argument in call.arguments))
 
 
 def tensor_in(x: Array | OnDevice) -> Tensor:
-    """Returns the tensor to sum."""
+    """Returns the tensor, or one over an array's memory."""
     return x.tensor if isinstance(x, OnDevice) else tensor_of(x)
 
 

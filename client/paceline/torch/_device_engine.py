@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._base.arrays import Array
 from paceline._base.waits import Latch
 from paceline.engines import EngineFailed, EngineTimeout, EngineTraits, OnDevice, Peer
 from paceline.engines._variables import set_variables
-from paceline.torch._c10d_engine import CONNECT_SECONDS, EVER, C10dEngine, C10dTicket, sum_options, tensor_in
+from paceline.torch._c10d_engine import CONNECT_SECONDS, EVER, C10dEngine, C10dTicket, Call, called
 from paceline.torch._contact_store import ContactStore
 from paceline.torch._device_streams import DeviceStreams, Mark, streams_of
 from paceline.torch._tensors import Tensor
@@ -76,8 +75,12 @@ class DeviceEngine(C10dEngine[ContactStore]):
         if device is None:
             device = _current(next(kind for kind in dist.Backend.backend_capability[name] if kind != "cpu"))
         self.device = device
-        self.traits = EngineTraits(_FLOATS, same_bits=True, devices=frozenset({self.device.type}), tensors=True)
+        devices = frozenset({self.device.type})
+        self.traits = EngineTraits(_FLOATS, same_bits=True, devices=devices, tensors=True, shards=True)
         self._streams: DeviceStreams = streams_of(self.device)
+        # No other engine's sums wait in it: those of a dead generation, or of a group whose ranks start them in another
+        # order beside ours.
+        self._stream = self._streams.new()
         self._group: Any = None
         self._made = Latch()
         """Set when there is a group, which need not be connected, or when there will be none."""
@@ -122,9 +125,9 @@ class DeviceEngine(C10dEngine[ContactStore]):
         with self._streams.here():
             if hasattr(group, "eager_connect_single_device"):
                 group.eager_connect_single_device(self.device)  # may return while the communicator still connects
-            first = self._ticket(OnDevice(torch.zeros(1, device=self.device), self._streams.mark()))
+            first = self._ticket(self._sum(OnDevice(torch.zeros(1, device=self.device), self._streams.mark())))
             try:
-                first.start(group, sum_options(self._sum_timeout))
+                first.start(group)
             finally:
                 first.left = True
             first.wait(inf)
@@ -134,9 +137,9 @@ class DeviceEngine(C10dEngine[ContactStore]):
         self._connected = wanted
         self._left.set()
 
-    def _ticket(self, x: Array | OnDevice) -> C10dTicket:
-        shares = 0 if self.name in _KNOWN else self._size
-        return _DeviceTicket(x, self._streams, self._aborted, self._lose_if_broken, shares)
+    def _ticket(self, call: Call) -> C10dTicket:
+        shares = self._size if call.method == "allreduce" and self.name not in _KNOWN else 0
+        return _DeviceTicket(call, self._streams, self._stream, self._aborted, self._lose_if_broken, shares)
 
     def _lose_if_broken(self) -> str:
         """Ends the engine if its communicator has failed, and returns what has failed; empty if nothing has.
@@ -212,9 +215,11 @@ class DeviceEngine(C10dEngine[ContactStore]):
 
 
 class _DeviceTicket(C10dTicket):
-    """A sum under way on a device.
+    """An operation under way on a device.
 
     Args:
+        call: the call of c10d.
+        stream: the stream for it.
         aborted: set when the engine is aborted.
         lose_if_broken: aborts the engine if its communicator has failed; returns why.
         shares: the number of ranks if each is to sum a share of the elements; 0 if `allreduce` will do.
@@ -222,8 +227,9 @@ class _DeviceTicket(C10dTicket):
 
     def __init__(
         self,
-        x: Array | OnDevice,
+        call: Call,
         streams: DeviceStreams,
+        stream: Any,
         aborted: Latch,
         lose_if_broken: Callable[[], str],
         shares: int = 0,
@@ -231,10 +237,12 @@ class _DeviceTicket(C10dTicket):
         super().__init__()
         self._shares = shares
         self._streams = streams
+        self._stream = stream
         self._aborted = aborted
         self._lose_if_broken = lose_if_broken
-        self._held: Any = x
-        """Everything that must live until the sum is over."""
+        self._call: Any = call
+        self._held: Any = None
+        """What must live until it is over, beside what the call uses."""
         self._works: list[Any] = []
         """c10d's handle."""
         self._mark: Mark | None = None
@@ -242,23 +250,23 @@ class _DeviceTicket(C10dTicket):
         self._over = False
         self._why = ""
 
-    def start(self, group: Any, options: Any) -> None:
+    def start(self, group: Any) -> None:
         """See `C10dTicket`."""
-        x = self._held
-        with self._streams.aside():
-            self._streams.wait_for(x.written if isinstance(x, OnDevice) else None)
+        call = self._call
+        with self._streams.aside(self._stream):
+            self._streams.wait_for(call.x.written if isinstance(call.x, OnDevice) else None)
             if self._shares:
-                self._sum_shares(group, tensor_in(x), options.timeout)
+                (x,), options = call.arguments
+                self._sum_shares(group, x, options.timeout)
             else:
-                # One call into C: an interrupt cannot come between c10d's return and this list.
-                self._works.extend(map(group.allreduce, ([tensor_in(x)],), (options,)))
+                self._works.extend(called(group, call))
             self._mark = self._mark_behind()
 
     def _sum_shares(self, group: Any, x: Tensor, timeout: timedelta) -> None:
         """Begins to sum each element at one rank, from which the others get its bytes."""
         share = -(-len(x) // self._shares)
         whole, mine = x.new_zeros(share * self._shares), x.new_empty(share)
-        self._held = x, whole, mine
+        self._held = whole, mine
         whole[: len(x)] = x
         options = dist.ReduceScatterOptions()
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, timeout
@@ -281,7 +289,7 @@ class _DeviceTicket(C10dTicket):
             return self._over
         try:
             if mark is None:  # `start` was interrupted, or c10d raised
-                with self._streams.aside():
+                with self._streams.aside(self._stream):
                     mark = self._mark = self._mark_behind()
             over = mark is None or mark.happened()
         except RuntimeError as error:  # the device has failed: it runs nothing any more
@@ -289,7 +297,7 @@ class _DeviceTicket(C10dTicket):
         if over:
             if mark is not None and self._aborted.is_set():
                 self._why = self._why or "the engine was aborted"
-            self._held, self._works, self._over = None, [], True
+            self._call, self._held, self._works, self._over = None, None, [], True
         return over
 
     def wait(self, deadline: float) -> None:
@@ -299,7 +307,7 @@ class _DeviceTicket(C10dTicket):
             now = monotonic()
             left = deadline - now
             if left <= 0:
-                raise EngineTimeout("the device has not finished the sum in time")
+                raise EngineTimeout("the device has not finished in time")
             if now >= look:
                 self._why = self._why or self._lose_if_broken()
                 look = now + _ERROR_POLL

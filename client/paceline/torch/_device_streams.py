@@ -16,17 +16,21 @@ docs/how-to/devices.md says what has run on a GPU. Tests keep these rules with f
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 
-from paceline.errors import UnsupportedOp
+from paceline.errors import OperationTimeout, UnsupportedOp
 from paceline.torch._tensors import Tensor
 
-SUMS, TO_HOST, TO_DEVICE = "sums", "to the host", "to the device"
-"""The uses of the streams that Paceline has beside those of the script."""
+TO_HOST, TO_DEVICE = "to the host", "to the device"
+"""The uses of the streams that Paceline has for copies. Each engine has a stream of its own for sums (`new`)."""
+
+_POLL = 0.0002
+"""Seconds between two looks at a mark: a look is a call into the driver, and a copy takes longer."""
 
 
 class Mark:
@@ -60,6 +64,20 @@ def _naming(device: str) -> Iterator[None]:
         raise RuntimeError(f"{device} has failed: {str(error).splitlines()[0][:500]}") from error
 
 
+def await_mark(mark: Mark | None, check: Callable[[], None], deadline: float) -> None:
+    """Waits on the host until a mark has happened.
+
+    Raises:
+        OperationTimeout: the deadline, a `time.monotonic()` value, passes first.
+        Exception: `check` raised it, because the generation has failed; or the device has failed.
+    """
+    while mark is not None and not mark.happened():
+        check()
+        if monotonic() > deadline:
+            raise OperationTimeout("the device has not finished the gradients in time")
+        sleep(_POLL)
+
+
 class DeviceStreams(abc.ABC):
     """The streams of one device."""
 
@@ -84,8 +102,15 @@ class DeviceStreams(abc.ABC):
         """Returns a context manager, inside of which the device is the calling thread's current one."""
 
     @abc.abstractmethod
-    def aside(self, use: str = SUMS) -> Any:
-        """Returns a context manager, inside of which this thread's work goes to the stream for one use alone."""
+    def new(self) -> Any:
+        """Returns another stream."""
+
+    @abc.abstractmethod
+    def aside(self, use: Any) -> Any:
+        """Returns a context manager, inside of which this thread's work goes to a stream.
+
+        `use` is that of a stream for copies, or what `new` has returned.
+        """
 
     @abc.abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -117,7 +142,10 @@ class HostStreams(DeviceStreams):
         """See `DeviceStreams`."""
         return nullcontext()
 
-    def aside(self, use: str = SUMS) -> Any:
+    def new(self) -> None:
+        """See `DeviceStreams`."""
+
+    def aside(self, use: Any) -> Any:
         """See `DeviceStreams`."""
         del use
         return nullcontext()
@@ -137,7 +165,7 @@ class CudaStreams(DeviceStreams):
         self._device = device
         self._module = torch.get_device_module(device)
         self._title = _title(device, self._module.get_device_properties(device))
-        self._aside = {use: self._module.Stream(device) for use in (SUMS, TO_HOST, TO_DEVICE)}
+        self._copies = {use: self.new() for use in (TO_HOST, TO_DEVICE)}
 
     def mark(self, stream: Any = None) -> Mark:
         """See `DeviceStreams`."""
@@ -163,9 +191,13 @@ class CudaStreams(DeviceStreams):
         """See `DeviceStreams`."""
         return self._module.device(self._device)
 
-    def aside(self, use: str = SUMS) -> Any:
+    def new(self) -> Any:
         """See `DeviceStreams`."""
-        return self._module.stream(self._aside[use])
+        return self._module.Stream(self._device)
+
+    def aside(self, use: Any) -> Any:
+        """See `DeviceStreams`."""
+        return self._module.stream(self._copies[use] if isinstance(use, str) else use)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See `DeviceStreams`."""

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from paceline._base.arrays import Array
 from paceline._base.waits import SLICE
 from paceline._links.base import Peer
-from paceline.engines import EngineFailed, EngineTimeout, EngineTraits, OnDevice
-from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, tensor_in
+from paceline.engines import EngineFailed, EngineTimeout, EngineTraits, OnDevice, Ticket
+from paceline.torch._c10d_engine import CONNECT_SECONDS, C10dEngine, C10dTicket, Call, called
 from paceline.torch._contact_store import ContactStore
 
 Address = tuple[str, int]
@@ -46,7 +46,7 @@ class GlooEngine(C10dEngine["_GlooStore"]):
 
     name = "gloo"
     title = "Gloo"
-    traits = EngineTraits(frozenset({"float32", "float64"}), same_bits=True, tensors=True)
+    traits = EngineTraits(frozenset({"float32", "float64"}), same_bits=True, tensors=True, shards=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +58,10 @@ class GlooEngine(C10dEngine["_GlooStore"]):
         """See `DataEngine`. Members enter a sum together, so only a stalled one waits for longer than `patience`."""
         self._sum_timeout = timedelta(seconds=patience)
         super().open(rank, peers, patience)
+
+    def reduce_scatter(self, x: Array | OnDevice) -> Ticket:
+        """See `DataEngine`. All ranks sum all elements; so does c10d's scatter for Gloo, which cannot be aborted."""
+        return self.all_reduce(x)
 
     def _make_store(self, rank: int) -> _GlooStore:
         return _GlooStore(rank)
@@ -76,8 +80,8 @@ class GlooEngine(C10dEngine["_GlooStore"]):
             if not wanted:  # it was aborted meanwhile
                 _shut_down(self._sockets)
 
-    def _ticket(self, x: Array | OnDevice) -> C10dTicket:
-        return _GlooTicket(x)
+    def _ticket(self, call: Call) -> C10dTicket:
+        return _GlooTicket(call)
 
     def _interrupt(self) -> None:
         with self._lock:
@@ -106,19 +110,18 @@ def _gloo(store: _GlooStore, rank: int, size: int, host: str) -> Any:
 
 
 class _GlooTicket(C10dTicket):
-    """A sum under way in Gloo's thread; it keeps the array alive while Gloo uses it."""
+    """An operation under way in Gloo's thread; it keeps the array alive while Gloo uses it."""
 
-    def __init__(self, x: Array | OnDevice) -> None:
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self._x: Any = x
+        self._call: Any = call
         self._works: list[Any] = []
         """c10d's handle; let go of when the sum is over, because it keeps Gloo's context alive."""
         self._why = ""
 
-    def start(self, group: Any, options: Any) -> None:
+    def start(self, group: Any) -> None:
         """See `C10dTicket`."""
-        calls = map(group.allreduce, ([tensor_in(self._x)],), (options,))
-        self._works.extend(calls)  # one call into C: an interrupt cannot come between c10d's return and this list
+        self._works.extend(called(group, self._call))
 
     def done(self) -> bool:
         """See `Ticket`."""
@@ -131,7 +134,7 @@ class _GlooTicket(C10dTicket):
             works, left = list(self._works), deadline - monotonic()  # another thread may let go of it
             over = bool(works) and works[0].is_completed()
             if not over and left <= 0:
-                raise EngineTimeout("Gloo has not finished the sum in time")
+                raise EngineTimeout("Gloo has not finished in time")
             if not works:  # another thread is about to start it
                 threading.Event().wait(0.001)
                 continue
@@ -142,7 +145,7 @@ class _GlooTicket(C10dTicket):
                 if not over:  # the time was over, or the sum has just failed: ask again
                     continue
                 self._why = f"Gloo: {str(error).splitlines()[0][:500]}"
-            self._works, self._x = [], None
+            self._works, self._call = [], None
         if self._why:
             raise EngineFailed(self._why)
 

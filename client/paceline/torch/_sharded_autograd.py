@@ -35,6 +35,7 @@ from paceline._parallel.sharding._runner import UnitRunner
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import StepOrderError
 from paceline.torch._autograd import AutogradPass
+from paceline.torch._engine_flat_transport import transport_of
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped, mirror_in, tensors_in
 
 
@@ -125,6 +126,7 @@ class _SavedPlace(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """Elements between the beginnings of the parameter and of the view."""
 
 
 class _SavedTensor(NamedTuple):
@@ -145,7 +147,8 @@ def saving(need: Callable[[Mirror], None]) -> Any:
         if mirror is None:
             # Detached, because an output saved by its own operation would form a reference cycle with it.
             return _SavedTensor(tensor.detach(), tensor._version)
-        return _SavedPlace(mirror, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+        offset = tensor.storage_offset() - mirror.tensor.storage_offset()
+        return _SavedPlace(mirror, tuple(tensor.size()), tensor.stride(), offset)
 
     def unpack(saved: _SavedPlace | _SavedTensor) -> Any:
         if isinstance(saved, _SavedTensor):
@@ -158,7 +161,8 @@ def saving(need: Callable[[Mirror], None]) -> Any:
             return saved.tensor
         if not saved.mirror.is_here:
             need(saved.mirror)
-        return saved.mirror.tensor.detach().as_strided(saved.size, saved.stride, saved.offset)
+        values = saved.mirror.tensor.detach()
+        return values.as_strided(saved.size, saved.stride, values.storage_offset() + saved.offset)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -190,6 +194,7 @@ class ShardedDriver:
             wire=np.dtype(ml_dtypes.bfloat16) if narrow else None,
             computes=narrow,
             ahead=ahead,
+            make_transport=transport_of,
             accumulation=partial(Accumulation, adds_up=True),
             agreed=_observe,
             interrupted=self._drop_dead_pass,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import UnsupportedOp
+from paceline.torch._device_streams import streams_of
 from paceline.torch._tensors import array_of, on_host, placeholder_like, tensor_of, values_of, values_of_all, write_all
 
 _NORMS = frozenset({torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm})
@@ -49,14 +50,21 @@ class Mirror(Parameter):
     """A module's parameter. Its memory lies in its unit's flat array while that is whole; otherwise it has none.
 
     On a device it has a copy of these values. Autograd accumulates into `tensor.grad` as always. `take_gradient` takes
-    the gradient from there, so that gradients accumulate, wait and are sent like those of NumPy modules.
+    the gradient from there, so that gradients accumulate, wait and are sent like those of NumPy modules. If a
+    `FlatTransport` moves them, `_home` and `grad` are tensors on the device, and so is the unit's flat array.
     """
 
-    __slots__ = ("_handle", "tensor")
+    __slots__ = ("_handle", "_slot", "_written", "is_here", "tensor")
+
+    is_here: bool
+    """True if the tensor has its values."""
 
     def __init__(self, tensor: Any, name: str) -> None:
         self.tensor = tensor
         self._handle: Any = None
+        self._written: Any = None
+        """The stream that has written the home on a device last, or allocated it; None if others have waited for it."""
+        self.is_here = True
         super().__init__(values_of(tensor, f"parameter {name!r}"), tensor.requires_grad)
 
     @property
@@ -74,9 +82,14 @@ class Mirror(Parameter):
         return not on_host(self.tensor)
 
     @property
-    def is_here(self) -> bool:
-        """True if the tensor has its values."""
-        return self._data is not None
+    def _home(self) -> Any:
+        return self._slot
+
+    @_home.setter
+    def _home(self, slot: Any) -> None:
+        self._slot = slot
+        if isinstance(slot, torch.Tensor):
+            self._written = streams_of(self.tensor.device).current()
 
     def watch(self, written: Callable[[Mirror], None]) -> None:
         """Calls `written` for each gradient that autograd leaves in the tensor; a second call does nothing."""
@@ -94,16 +107,57 @@ class Mirror(Parameter):
             gradient = gradient.float()  # micro-batches are summed in full precision
         if factor != 1:
             gradient.mul_(factor)
-        self.accumulate(values_of_all([gradient])[0])
+        if not isinstance(self._home, torch.Tensor):
+            self.accumulate(values_of_all([gradient])[0])
+        elif self.requires_grad:
+            self._accumulate_there(gradient)
+
+    def _accumulate_there(self, gradient: Any) -> None:
+        """Adds to the gradient on the device; see `accumulate`."""
+        present: Any = self._grad
+        self._await_written()
+        with torch.no_grad():
+            if present is None:
+                self._home.copy_(gradient)
+                self._hold(self._home)
+            else:
+                present.add_(gradient)
+        self.writes += 1
+
+    def _pack(self, slot: Any, weight: float) -> bool:
+        """See `Parameter._pack`; on a device enqueued in the calling thread's stream, which waits for the gradient."""
+        if not isinstance(slot, torch.Tensor):
+            return super()._pack(slot, weight)
+        present: Any = self._grad
+        self._await_written()
+        if present is None:
+            slot.zero_()
+            return False
+        if present is not slot:  # an array if autograd has written it before its unit's backward pass has begun
+            slot.copy_(present if isinstance(present, torch.Tensor) else tensor_of(present))
+            self._hold(slot)
+        return True
+
+    def _await_written(self) -> None:
+        """Has the calling thread's stream wait for the one that has written before; it is the one that writes now."""
+        streams = streams_of(self.tensor.device)
+        written, self._written = self._written, streams.current()
+        if written not in (None, self._written):
+            streams.wait_for(streams.mark(written))
 
     def _cut(self, values: NDArray[Any]) -> Parameter:
         return TorchPiece(values, self.requires_grad)
 
-    def _place(self, values: NDArray[Any] | None) -> None:
-        super()._place(values)
+    def _place(self, values: Any) -> None:
+        on_device = isinstance(values, torch.Tensor)
+        super()._place(None if on_device else values)
+        self.is_here = values is not None
         # Give the same object other memory, because modules, optimizers and autograd refer to the object.
         if values is None:
             self.tensor.data = placeholder_like(self.tensor)
+        elif on_device:
+            # Some kernels need, and most are faster with, values that begin at a multiple of 16 bytes.
+            self.tensor.data = values.clone() if values.data_ptr() % 16 else values
         elif self.is_on_device:
             host = tensor_of(values)
             self.tensor.data = torch.empty_like(host, device=self.tensor.device).copy_(host)

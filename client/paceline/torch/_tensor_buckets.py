@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from time import monotonic, sleep
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -28,13 +27,10 @@ from paceline._parallel._node_sums import NodeSums
 from paceline._parallel._parameter import Parameter
 from paceline.compression import Codec, Memory
 from paceline.engines import OnDevice
-from paceline.errors import OperationTimeout, StepOrderError, UnsupportedOp
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
-from paceline.torch._device_streams import TO_DEVICE, TO_HOST, DeviceStreams, Mark, streams_of
+from paceline.torch._device_streams import TO_DEVICE, TO_HOST, DeviceStreams, Mark, await_mark, streams_of
 from paceline.torch._tensors import Tensor, array_of, numpy_dtype
-
-_POLL = 0.0002
-"""Seconds between two looks at the mark of a copy: a look is a call into the driver, and a copy takes longer."""
 
 
 class TensorMemory(NamedTuple):
@@ -100,11 +96,7 @@ class Crossing:
         """
         try:
             with self._streams.here():
-                while self._there is not None and not self._there.happened():
-                    check()
-                    if monotonic() > deadline:
-                        raise OperationTimeout("the device has not finished the gradients of a bucket in time")
-                    sleep(_POLL)
+                await_mark(self._there, check, deadline)
                 run()
                 self._change(self.arrays[-1][: self._count])
                 home = self._home

@@ -14,12 +14,27 @@ from paceline._parallel._low_rank import shrinks
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._transport import EngineTransport, HostTransport
 from paceline.compression import Bf16
+from paceline.engines import DataEngine
 from paceline.errors import UnsupportedOp
 from paceline.torch._device_parameter import DeviceParameter
 from paceline.torch._low_rank_tensors import LowRankTensorBucket
 from paceline.torch._pinned import PinnedMemory, pinned_memory
 from paceline.torch._tensor_buckets import Crossing, TensorBucket, TensorMemory
 from paceline.torch._tensors import Tensor, on_host
+
+
+def check_place(engine: DataEngine, device: Any) -> None:
+    """Checks that an engine sums gradients on a device; raises UnsupportedOp."""
+    if device.type not in engine.traits.devices:
+        raise UnsupportedOp(
+            f"the engine {engine.name!r} sums on {', '.join(sorted(engine.traits.devices))}, and the gradients are "
+            f"on {device.type}: name another engine, or move the module (docs/engines.md)"
+        )
+    if engine.device not in (None, device):
+        raise UnsupportedOp(
+            f"the engine {engine.name!r} sums on {engine.device}, and the gradients are on {device}: "
+            f"call torch.{device.type}.set_device({str(device)!r}) before the first forward pass"
+        )
 
 
 class TensorTransport(EngineTransport):
@@ -34,17 +49,7 @@ class TensorTransport(EngineTransport):
         """See `GradientTransport`."""
         engine = self._carrying.open_engine()
         assert engine is not None, "this transport is for groups with an engine"
-        kind = bucket.flat.device.type
-        if kind not in engine.traits.devices:
-            raise UnsupportedOp(
-                f"the engine {engine.name!r} sums on {', '.join(sorted(engine.traits.devices))}, and the gradients are "
-                f"on {kind}: name another engine, or move the module (docs/engines.md)"
-            )
-        if engine.device not in (None, bucket.flat.device):
-            raise UnsupportedOp(
-                f"the engine {engine.name!r} sums on {engine.device}, and the gradients are on {bucket.flat.device}: "
-                f"call torch.{kind}.set_device({str(bucket.flat.device)!r}) before the first forward pass"
-            )
+        check_place(engine, bucket.flat.device)
         payload = bucket.payload(as_tensor=engine.traits.tensors)
         work: Work[Any] = self._carrying.all_reduce_carried(
             payload, bucket.tail, divisor=divisor, async_op=in_background

@@ -88,6 +88,11 @@ def _dtype_of(dtype: Any) -> np.dtype[Any]:
     return found
 
 
+def torch_dtype(dtype: np.dtype[Any]) -> Any:
+    """Returns torch's dtype for a NumPy dtype."""
+    return tensor_of(np.empty(0, dtype)).dtype
+
+
 def tensor_of(array: NDArray[Any]) -> Tensor:
     """Returns a tensor over an array's memory, which it keeps alive; the array must be writable."""
     if array.dtype == _BFLOAT16:

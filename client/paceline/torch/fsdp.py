@@ -45,9 +45,10 @@ class FSDP(Wrapped):
     gradient does not work: clip with `clip_grad_norm_`. torch's norms, including those in
     `torch.nn.utils.clip_grad_norm_`, are refused for sharded gradients.
 
-    **On a device** the module runs there: a unit's whole parameters are copied to it before the unit runs, and its
-    gradients back. Pieces, their gradients and the optimizer's state stay in host memory, as with torch's
-    `CPUOffloadPolicy`, and the CPU computes the update. The copies are not hidden behind the computation.
+    **On a device** the module runs there. Pieces, their gradients and the optimizer's state stay in host memory, as
+    with torch's `CPUOffloadPolicy`, and the CPU computes the update. Over links a unit's whole parameters are copied to
+    the device before it runs, and its gradients back. An engine for the device, such as NCCL, gathers and scatters
+    there: each rank copies only its shard. It sums in an order of its own, so microbatches need links.
 
     **A world that changes.** Give `TrainState` the wrapper and one torch optimizer of it: both move. The optimizer's
     state must begin with zeros, as in SGD, Adam, AdamW, RMSprop, RAdam and Adadelta; others work only with NO_SHARD.
@@ -76,7 +77,8 @@ class FSDP(Wrapped):
 
     Raises:
         UnsupportedOp: a parameter to train is neither float32 nor float64, has no values, or is in another unit
-            already; there is no such precision; or the module has a `SyncBatchNorm`.
+            already; there is no such precision; or the module has a `SyncBatchNorm`. The first forward pass raises it
+            if parameters are on a device, and the group's engine cannot gather and scatter there.
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
             groups, or `ahead` is negative.

@@ -35,10 +35,10 @@ def make_other() -> DataEngine:
 
 
 class _FakeTicket(Ticket):
-    """A sum that somebody else ends."""
+    """An operation that somebody else ends: `combine` makes its result from the `x` of all ranks."""
 
-    def __init__(self, x: Array) -> None:
-        self.x = x
+    def __init__(self, x: Array, combine: Callable[[Array], Array]) -> None:
+        self.x, self.combine = x, combine
         self.over = Latch()
         self.why = ""
 
@@ -50,6 +50,11 @@ class _FakeTicket(Ticket):
             raise EngineTimeout("the fake sum is not there")
         if self.why:
             raise EngineFailed(self.why)
+
+
+def parts_of(given: Array) -> Array:
+    """Returns the part of each rank, one after the other, from what all ranks have: shape [W, W S]."""
+    return np.concatenate([np.split(x, len(given))[rank] for rank, x in enumerate(given)])
 
 
 class _Hub:
@@ -68,9 +73,9 @@ class _Hub:
             of_all[rank] = ticket
             if len(of_all) < self.size or any(other.done() for other in of_all.values()):
                 return
-            total = np.sum([of_all[each].x for each in range(self.size)], axis=0, dtype=ticket.x.dtype)
+            given = np.stack([of_all[each].x for each in range(self.size)])
             for other in self.started.pop(number).values():
-                other.x[:] = total
+                other.x[:] = other.combine(given)
                 other.over.set()
 
 
@@ -82,7 +87,7 @@ class FakeEngine(DataEngine):
     """Adds up in the thread of the rank that comes last."""
 
     name = "fake"
-    traits = EngineTraits(frozenset({"float32", "float64"}), same_bits=True)
+    traits = EngineTraits(frozenset({"float32", "float64"}), same_bits=True, shards=True)
 
     def __init__(self) -> None:
         self.ready = Latch()
@@ -112,10 +117,18 @@ class FakeEngine(DataEngine):
             raise EngineFailed(self._why)
 
     def all_reduce(self, x: Array) -> Ticket:
+        return self._start(_FakeTicket(x, lambda given: given.sum(0)))
+
+    def all_gather(self, x: Array) -> Ticket:
+        return self._start(_FakeTicket(x, parts_of))
+
+    def reduce_scatter(self, x: Array) -> Ticket:
+        return self._start(_FakeTicket(x, lambda given: given.sum(0)))
+
+    def _start(self, ticket: _FakeTicket) -> Ticket:
         if self._why:
             raise EngineFailed(self._why)
         assert self._hub is not None
-        ticket = _FakeTicket(x)
         self._tickets.append(ticket)
         self.sums += 1
         self.started.set()

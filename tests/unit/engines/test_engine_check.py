@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic
 
+import numpy as np
 import pytest
-from unit.engines.fake_engine import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines
+from unit.engines.fake_engine import FakeEngine, HangingEngine, _FakeTicket, _Hub, engines_of, link_engines, parts_of
 
 from paceline._base.arrays import Array
 from paceline.engines import DataEngine, EngineTimeout, Ticket
@@ -70,9 +71,25 @@ class _Careless(FakeEngine):
         self._end("closed")
 
 
+class _Turned(FakeEngine):
+    """Gathers in another order."""
+
+    def all_gather(self, x: Array) -> Ticket:
+        return self._start(_FakeTicket(x, lambda given: np.roll(parts_of(given), len(x) // len(given))))
+
+
+class _Same(FakeEngine):
+    """Gives all ranks the sums of rank 0's part."""
+
+    def reduce_scatter(self, x: Array) -> Ticket:
+        return self._start(_FakeTicket(x, lambda given: np.tile(np.split(given.sum(0), len(given))[0], len(given))))
+
+
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
+        (_Turned, "rule_2_shards"),
+        (_Same, "rule_2_shards"),
         (_Deaf, "rule_4_abort"),
         (_Blocking, "rule_3_deadlines"),
         (_Hasty, "rule_5_arrays"),

@@ -9,7 +9,7 @@ The callers decide when arrays are gathered and dropped. Only `fetch`, `gather` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._base.work import Work
 from paceline._group import Group
 from paceline._parallel._buckets import Empty
 from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._flat_transport import FlatTransport, Gathering
 from paceline._parallel.sharding._placement import FlatLayout, Placement
 from paceline.errors import PacelineError
 
@@ -29,14 +29,15 @@ class Gradients:
     """The gradients of one flat array before the reduction: this rank's own, whole, laid out like the values.
 
     Each gradient gets its place in one array, so that the module's write is the only copy. The memory exists from the
-    unit's backward pass until its gradients are sent; under `no_sync` that is in a later pass.
+    unit's backward pass until its gradients are sent; under `no_sync` that is in a later pass. It is a tensor on a
+    device if a `FlatTransport` sums gradients there.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, empty: Empty) -> None:
+    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, empty: Callable[[int, Any], Any]) -> None:
         self._parameters = parameters
         self._layout = layout
         self._empty = empty
-        self._array: NDArray[Any] | None = None
+        self._array: Any = None
         self._spare: list[NDArray[Any]] = []
 
     @property
@@ -53,24 +54,22 @@ class Gradients:
                 if not parameter.requires_grad:
                     continue
                 if parameter.grad is not None:
-                    np.copyto(slot, parameter.grad)
-                    parameter._hold(slot)
+                    parameter._pack(slot, 1)
                 parameter._home = slot
 
     def used_flags(self) -> list[bool]:
         """Returns for each parameter whether it takes a gradient and has one here."""
         return [p.requires_grad and p.grad is not None for p in self._parameters]
 
-    def take(self) -> NDArray[Any]:
+    def take(self) -> Any:
         """Takes all gradients from the parameters: shape [W * S], zeros where there is none."""
         self.open()
         array = self._array
-        assert array is not None
         for parameter, slot in self._slots(array):
-            if parameter.grad is None or not parameter.requires_grad:
-                slot.fill(0)
-            elif parameter.grad is not parameter._home:
-                np.copyto(slot, parameter.grad)
+            if parameter.requires_grad:
+                parameter._pack(slot if parameter._home is None else parameter._home, 1)
+            else:
+                slot[...] = 0
         array[self._layout.size :] = 0
         self.drop()
         return array
@@ -90,7 +89,7 @@ class Gradients:
             parameter._hold(None)
             parameter._home = None
 
-    def _slots(self, array: NDArray[Any]) -> Iterator[tuple[Parameter, NDArray[Any]]]:
+    def _slots(self, array: Any) -> Iterator[tuple[Parameter, Any]]:
         for parameter, place in zip(self._parameters, self._layout.places, strict=True):
             yield parameter, array[place].reshape(parameter.shape)
 
@@ -134,6 +133,7 @@ class Flat:
         is_whole: True if the parameters have values that can be used.
         is_spread: True if other ranks hold other shards.
         on_device: True if the module has copies of the values on a device.
+        transport: gathers values and sums gradients on the device; None if links do it on the host.
         given: True if the shard was set on purpose before the ranks agreed on initial values.
     """
 
@@ -158,9 +158,10 @@ class Flat:
         """The dtype of the module's parameters while it runs."""
         self.on_device = any(p.is_on_device for p in self.parameters)
         self.given = False
+        self.transport: FlatTransport | None = None
         self._empty = empty
         self._stand(placement, self.laid_out(len(placement.shards)))
-        self._incoming: tuple[NDArray[Any], Work[Any]] | None = None
+        self._incoming: Gathering | None = None
         self._pinned: NDArray[Any] | None = None
         """A copy of this rank's shard from before `summon`; None if not summoned."""
 
@@ -238,21 +239,29 @@ class Flat:
         """Starts to gather the whole array, unless it is here already or being gathered."""
         if self.is_whole or self._incoming is not None or not self.is_spread:
             return
+        if self.transport is not None:
+            self._incoming = self.transport.gather(self.shard, self.travels_in, self.label)
+            return
         if self._in_place:
             assert self._full is not None
-            self._incoming = self._full, ranks.all_gather(self.shard, out=self._full, label=self.label, async_op=True)
+            whole, sent = self._full, self.shard
         else:
             # Copy this rank's shard now, so that no later change is partly sent.
-            fresh = ranks.empty(self.layout.padded, self.dtype if self.wire is None else self.wire)
-            fresh[self._own] = self.shard
-            self._incoming = fresh, ranks.all_gather(fresh[self._own], out=fresh, label=self.label, async_op=True)
+            whole = ranks.empty(self.layout.padded, self.travels_in)
+            sent = whole[self._own]
+            sent[...] = self.shard
+        work = ranks.all_gather(sent, out=whole, label=self.label, async_op=True)
+        self._incoming = Gathering(whole, sent, work)
 
     def wait(self) -> None:
         """Waits for the gather that `fetch` started; then the parameters have values."""
         if self._incoming is not None:
-            (fresh, work), self._incoming = self._incoming, None
-            work.wait()
-            self._install(fresh, self._shown)
+            incoming, self._incoming = self._incoming, None
+            incoming.work.wait()
+            if self.transport is None:
+                self._install(incoming.whole, self._shown)
+            else:
+                self._show(incoming.whole)
         elif not self.is_whole and not self.is_spread:
             self._install(self.shard, self._shown)
 
@@ -260,7 +269,7 @@ class Flat:
         """True if this rank's shard has changed since `fetch` sent it."""
         if self._incoming is None or self._in_place:
             return False
-        sent = self._incoming[0][self._own]
+        sent = self._incoming.sent
         now = self.shard.astype(sent.dtype, copy=False)
         return not np.array_equal(sent.view(np.uint8), now.view(np.uint8))
 
@@ -281,7 +290,7 @@ class Flat:
         if incoming is not None and self._in_place:
             # The gather writes into the kept array, so wait for its end. All ranks have started it, so it does end.
             with suppress(PacelineError):  # the caller has this error already, or gets it next
-                incoming[1].wait()
+                incoming.work.wait()
         self.release()
 
     def gather(self, ranks: Group | None) -> NDArray[Any]:
@@ -321,6 +330,11 @@ class Flat:
         if self._is_apart:
             self._forget()
         self.expire()
+
+    @property
+    def travels_in(self) -> np.dtype[Any]:
+        """The dtype on the wire."""
+        return self.dtype if self.wire is None else self.wire
 
     @property
     def rounds_on_the_way(self) -> bool:
@@ -369,8 +383,8 @@ class Flat:
             if self.is_spread or self._is_apart:
                 piece.data = whole.reshape(-1)[start : start + piece.data.size].reshape(piece.shape)
 
-    def views(self, full: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Yields a view of each parameter in a whole array, in the parameter's shape."""
+    def views(self, full: Any) -> Iterator[Any]:
+        """Yields a view of each parameter in a whole array or tensor, in the parameter's shape."""
         for parameter, place in zip(self.parameters, self.layout.places, strict=True):
             yield full[place].reshape(parameter.shape)
 
@@ -378,7 +392,7 @@ class Flat:
         """Sets this rank's placement, and everything that depends on it."""
         self.layout = layout
         self.is_spread = layout.world > 1 and layout.size > 0
-        self.gradients = Gradients(self.parameters, layout, self._empty)
+        self.gradients = Gradients(self.parameters, layout, self._empty_gradients)
         self._own = layout.own(placement.shard)
         self._places = layout.pieces(placement.shard)
         self.starts = layout.starts(placement.shard)
@@ -402,6 +416,18 @@ class Flat:
         """Copies the values that a module has on a device to the whole array, which may have changed there."""
         for parameter in self.parameters if self.on_device else ():
             parameter._take_back()
+
+    def _empty_gradients(self, count: int, dtype: np.dtype[Any]) -> Any:
+        return (self._empty if self.transport is None else self.transport.empty)(count, dtype)
+
+    def _show(self, whole: Any) -> None:
+        """Gives the parameters their values in a tensor on the device."""
+        assert self.transport is not None
+        self.transport.keep(whole)
+        self._full = None
+        for parameter, view in zip(self.parameters, self.views(whole), strict=True):
+            parameter._place(view)
+        self.is_whole = True
 
     def _install(self, fresh: NDArray[Any], dtype: np.dtype[Any]) -> None:
         if self._keeps and self._full is not None:

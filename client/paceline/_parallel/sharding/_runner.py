@@ -22,10 +22,11 @@ from paceline._base.sum_order import EVEN, Node, SumOrder
 from paceline._base.work import Work
 from paceline._group import Group
 from paceline._parallel._parameter import Parameter
+from paceline._parallel._transport import NO_FIXED_ORDER
 from paceline._parallel.sharding._flat import Flat
 from paceline._parallel.sharding._tree_sums import TreeScattering, TreeSums, check_placement
 from paceline._parallel.sharding._unit import Unit
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 
 
 class UnitOrder:
@@ -82,24 +83,27 @@ class Scattering:
         self._replicas = unit.replicas
         ranks = unit.replicas if unit.shards is None else unit.shards
         gradients = flat.gradients.take()
+        self._divisor: Callable[[], float] | None = None
+        self._shard: NDArray[Any] | None = None
+        self._first: Work[Any] | None = None
+        self._second: Work[Any] | None = None
+        if flat.transport is not None:
+            empty = np.empty if unit.replicas is None else unit.replicas.empty  # links send it in the second collective
+            self._first = flat.transport.scatter(gradients, flat.travels_in, empty, flat.label)
+            return
         sent = gradients
         if flat.wire is not None and ranks is not None:
             sent = ranks.empty(gradients.size, flat.wire)
             sent[...] = gradients
         # Values that travel in fewer bits are divided afterwards, in full precision.
         self._divisor = divisor if sent is gradients and ranks is not None else None
-        # With order="rank", 16-bit values are summed in float32 and rounded once.
-        self._order = "fastest" if sent is gradients else "rank"
-        self._shard: NDArray[Any] | None = None
-        self._first: Work[Any] | None = None
-        self._second: Work[Any] | None = None
         if unit.shards is not None and flat.is_spread:
             # The second collective sends the result of the first, which must lie in memory that links can read.
             out = None if unit.replicas is None else unit.replicas.empty(flat.layout.shard_size, sent.dtype)
             self._first = unit.shards.reduce_scatter(
                 sent,
                 op="sum",
-                order=self._order,
+                order=self._order_of(sent),
                 out=out,
                 label=flat.label,
                 divisor=self._divisor if unit.replicas is None else None,
@@ -132,12 +136,16 @@ class Scattering:
             self._second = self._replicas.all_reduce(
                 self._shard,
                 op="sum",
-                order=self._order,
+                order=self._order_of(self._shard),
                 out=self._shard,
                 label=self.flat.label,
                 divisor=self._divisor,
                 async_op=True,
             )
+
+    def _order_of(self, sent: NDArray[Any]) -> str:
+        """Returns "rank" for values in fewer bits, which are then summed in float32 and rounded once."""
+        return "fastest" if sent.dtype == self.flat.dtype else "rank"
 
 
 MAX_SCATTERING = 2
@@ -349,6 +357,8 @@ class UnitRunner:
         """See `GradientReducer`. The same units must have run forward as in this rank's first leaf."""
         before, self._passed = self._passed, order
         if order.leaves:
+            if self._group.engine_name != "links" and any(flat.on_device for unit in self._all for flat in unit.flats):
+                raise UnsupportedOp(NO_FIXED_ORDER)  # also in a world of one, where a second worker may join
             if self._ran != self._ran_first:
                 raise StepOrderError(_OTHER_UNITS.format(order.name))
             check_placement(self._all, self._group.size)

@@ -20,6 +20,7 @@ from paceline._parallel._accumulation import Accumulation
 from paceline._parallel._agreement import ModelManifest
 from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of, power_of, write_back
 from paceline._parallel._synchronizer import GradientSynchronizer, SpreadParameters
+from paceline._parallel.sharding._flat_transport import MakeTransport
 from paceline._parallel.sharding._placement import Placement, ShardingStrategy, place
 from paceline._parallel.sharding._runner import UnitRunner
 from paceline._parallel.sharding._state_dicts import (
@@ -42,6 +43,7 @@ class ShardedModel:
         group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
         wire: dtype of values and gradients on the wire; None for their own.
         computes: whether the module computes with values in the dtype `wire`.
+        make_transport: makes the transport of each flat array; None for links.
         accumulation, agreed: as for `GradientSynchronizer`.
         interrupted: called before any use of the gradients, to end a backward pass that its framework has silently
             given up.
@@ -64,6 +66,7 @@ class ShardedModel:
         wire: np.dtype[Any] | None = None,
         computes: bool = False,
         ahead: int = 1,
+        make_transport: MakeTransport = lambda ranks, parameters: None,
         accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
         agreed: Callable[[UnitRunner], None] = lambda runner: None,
         interrupted: Callable[[], None] = lambda: None,
@@ -81,6 +84,7 @@ class ShardedModel:
         self._ahead = ahead
         self._wire = wire
         self._computes = computes
+        self._make_transport = make_transport
         self._interrupted = interrupted
         placement = self.place_now()
         self._placed_in = group.generation if placement.nodes else None  # otherwise first use finds its place
@@ -254,7 +258,9 @@ class ShardedModel:
         )
         begins = self._runner is None or not all(unit.is_agreed for unit in units)
         buffers = self.buffers() if begins else {}
-        join_units(units, self.group, manifest, buffers, may_change=may_change, agreed_in=agreed_in)
+        join_units(
+            units, self.group, manifest, buffers, self._make_transport, may_change=may_change, agreed_in=agreed_in
+        )
         if buffers:
             self.buffers_given(buffers)
         if self._runner is None:

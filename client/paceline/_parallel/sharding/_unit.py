@@ -19,6 +19,7 @@ from paceline._parallel._agreement import ModelManifest, agree
 from paceline._parallel._buckets import Empty
 from paceline._parallel._parameter import Parameter, ignoring_gradients
 from paceline._parallel.sharding._flat import Flat, Room
+from paceline._parallel.sharding._flat_transport import MakeTransport
 from paceline._parallel.sharding._placement import Placement
 from paceline.errors import UnsupportedOp
 
@@ -67,9 +68,13 @@ class Unit:
         self.runs = self.left = self.inside = 0
         self._known = [piece.requires_grad for _, piece in self.pairs()]
 
-    def assign_ranks(self, shards: Group | None, replicas: Group | None) -> None:
+    def assign_ranks(self, shards: Group | None, replicas: Group | None, make_transport: MakeTransport) -> None:
         """Takes the ranks of the placement; after the first agreement keeps only this rank's shard."""
         self.shards, self.replicas = shards, replicas
+        for flat in self.flats:
+            flat.transport = None
+            if shards is not None and flat.is_spread:
+                flat.transport = make_transport(shards, flat.parameters)
         if not self.is_agreed:
             for flat in self.flats:
                 flat.keep_shard()
@@ -196,6 +201,7 @@ def join_units(
     group: Group,
     manifest: ModelManifest,
     buffers: Mapping[str, NDArray[Any]],
+    make_transport: MakeTransport,
     *,
     may_change: bool,
     agreed_in: int,
@@ -219,7 +225,9 @@ def join_units(
         if not unit.has_ranks:
             where = unit.placement
             unit.assign_ranks(
-                _subgroup(group, where.shards, "fsdp_shards"), _subgroup(group, where.replicas, "fsdp_replicas")
+                _subgroup(group, where.shards, "fsdp_shards"),
+                _subgroup(group, where.replicas, "fsdp_replicas"),
+                make_transport,
             )
 
 
