@@ -159,7 +159,8 @@ def train(options: argparse.Namespace) -> None:
         model = wrap(bare, session.group, auto_wrap=torch.nn.Linear) if options.sharded else wrap(bare, session.group)
         if options.compiled:
             model.compile()
-        optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=1e-4)
+        flags = dict.fromkeys(options.optimizer_flag, True)
+        optimizer = getattr(torch.optim, options.optimizer)(model.parameters(), lr=1e-4, **flags)
         scaler = torch.amp.GradScaler(device.type, enabled=options.scaled, init_scale=2.0**10)
         sampler = paceline.ElasticSampler(1 << 16, global_batch=options.batch, microbatches=options.microbatches)
         state = paceline.TrainState(model=model, optimizer=optimizer, scaler=scaler, sampler=sampler)
@@ -487,6 +488,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--optimizer", default="SGD")
+    parser.add_argument("--optimizer-flag", choices=("fused", "capturable"), nargs="*", default=())
     parser.add_argument("--autocast", choices=("bfloat16", "float16"))
     parser.add_argument("--bf16", action="store_true", help="parameters and gradients have 16 bits")
     parser.add_argument("--scaled", action="store_true", help="with a GradScaler")

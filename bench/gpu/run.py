@@ -31,6 +31,8 @@ MODELS = {
     "AMP, float16, GradScaler": ("--autocast", "float16", "--scaled", "--optimizer", "AdamW"),
     "AMP, bfloat16": ("--autocast", "bfloat16", "--optimizer", "AdamW"),
     "parameters in bfloat16": ("--bf16",),
+    "AdamW, fused": ("--optimizer", "AdamW", "--optimizer-flag", "fused"),
+    "AdamW, capturable": ("--optimizer", "AdamW", "--optimizer-flag", "capturable"),
     "BatchNorm": ("--model", "normed"),
     "torch.compile": ("--compiled",),
 }
@@ -215,7 +217,7 @@ def digests(options: argparse.Namespace, out: Path, *arguments: str) -> dict[str
 
 
 def models(options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Elastic training for 30 steps at W = 2 with AMP, GradScaler, BatchNorm, `torch.compile`: digests of all ranks."""
+    """Elastic training for 30 steps at W = 2 with AMP, GradScaler, BatchNorm, ...: digests of all ranks."""
     result: dict[str, Any] = {}
     for name, arguments in MODELS.items():
         folder = out / name.replace(" ", "-").replace(",", "")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch.fake_device import install
+from pytorch.fake_device import LateStreams, install
 from pytorch.torch_models import assert_same_gradients, data, loss_of, made, net, rows_of, wrap
 from torch import nn
 
@@ -222,6 +222,25 @@ def test_microbatches_are_refused() -> None:
                 break
         finally:
             group.set_order(EVEN)
+
+    run_ranks(2, rank, config=GLOO)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_pass_in_a_cuda_graph_is_refused(backward: bool, device: pytest.MonkeyPatch) -> None:
+    def rank(group: Group) -> None:
+        trained = Trained(group)
+        x, t = data(4)
+        loss = loss_of(trained.model(x), t)
+        group.barrier()
+        device.setattr(LateStreams, "captures", lambda streams: True)
+        group.barrier()
+        with pytest.raises(UnsupportedOp, match="a CUDA graph captures this pass"):
+            loss.backward() if backward else trained.model(x)
+        group.barrier()
+        device.setattr(LateStreams, "captures", lambda streams: False)
+        group.barrier()
+        trained.step()
 
     run_ranks(2, rank, config=GLOO)
 

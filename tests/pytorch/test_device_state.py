@@ -45,7 +45,8 @@ def state(seed: int = 1, dtype: Any = None, optimizer: str = "SGD") -> tuple[Any
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.BatchNorm1d(900), torch.nn.Linear(900, 3))
     model = model.to(dtype or torch.float32)
-    updates = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+    name, fused = optimizer.removesuffix(" fused"), optimizer.endswith(" fused")
+    updates = getattr(torch.optim, name)(model.parameters(), lr=0.1, fused=fused)
     model(torch.randn(4, 700).to(dtype or torch.float32)).square().mean().backward()
     updates.step()
     updates.zero_grad()
@@ -59,7 +60,7 @@ def same(first: Any, second: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW fused"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, optimizer: str, copied: list[int]) -> None:
     model, _, ours = state(1, getattr(torch, dtype), optimizer)

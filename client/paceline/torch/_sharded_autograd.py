@@ -33,8 +33,9 @@ from paceline._parallel._accumulation import Accumulation
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._runner import UnitRunner
 from paceline._parallel.sharding._sharded_model import ShardedModel
-from paceline.errors import StepOrderError
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline.torch._autograd import AutogradPass
+from paceline.torch._device_streams import streams_of
 from paceline.torch._engine_flat_transport import transport_of
 from paceline.torch._sharded_tensors import Adapter, Mirror, ModuleCall, mapped, mirror_in, tensors_in
 
@@ -213,6 +214,7 @@ class ShardedDriver:
             return self.module.forward(call)
         if not sharded.is_outermost:
             return self._run_forward(call)
+        self._check_runs()
         shapes = (tensor.shape for tensor in tensors_in((call.args, call.kwargs)))
         with sharded.forward_pass(next((shape[0] for shape in shapes if shape), None)):
             return self._run_forward(call)
@@ -252,6 +254,7 @@ class ShardedDriver:
         """Yields torch's running backward pass; the first call begins it, and an error inside the block ends it."""
         self._drop_dead_pass()
         if self._pass is None:
+            self._check_runs()
             self._hand_over()
             self._pass = UnitRuns(AutogradPass(self.sharded.backward_pass(self._next_weight()), self._end_pass))
         try:
@@ -259,6 +262,17 @@ class ShardedDriver:
         except BaseException:
             self._drop_pass()
             raise
+
+    def _check_runs(self) -> None:
+        """Refuses a pass that is only recorded."""
+        on_device = {flat.parameters[0] for unit in self.sharded.units() for flat in unit.flats if flat.on_device}
+        for parameter in on_device:
+            assert isinstance(parameter, Mirror)
+            if streams_of(parameter.tensor.device).captures():
+                raise UnsupportedOp(
+                    "a CUDA graph captures this pass, and would run it without the other ranks: capture no pass of a "
+                    "module that FSDP wraps"
+                )
 
     def _next_weight(self) -> float:
         if self._given is not None:
