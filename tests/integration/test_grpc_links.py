@@ -93,8 +93,11 @@ BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
 
 def test_a_lost_link_reports_whether_it_was_ever_open() -> None:
     with grpc_world() as world:
-        link = world.meshes[0].link(1, Purpose.COLLECTIVE)
-        link.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
+        link, back = world.meshes[0].link(1, Purpose.COLLECTIVE), world.meshes[1].link(0, Purpose.COLLECTIVE)
+        # Until its stream has opened, the end of a link is no evidence. By the time of an answer it has.
+        for sender, receiver in ((link, back), (back, link)):
+            sender.send(Frame(FrameKind.DATA, 1, 1, 0, b"", b"x"), monotonic() + 5)
+            receiver.recv(monotonic() + 5)
         assert first_suspicion(world.faults[0], lambda: world.lose(1)).unopened is False
     thread, fault = loop_thread(), Fault(1, 0, 0.05)
     door = Door(JOB, IN_THE_CLEAR, Config())
