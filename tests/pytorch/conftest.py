@@ -38,7 +38,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     At the place "engine" models are on that device too, and groups have an engine.
     """
     if request.param == "engine":
-        monkeypatch.setattr("paceline.testing.Config", partial(Config, engine="gloo"))
+        monkeypatch.setattr("paceline.testing.Config", partial(Config, engine="gloo", failure_timeout=20.0))
     if request.param != "cpu":
         from pytorch.fake_device import install
 
