@@ -40,7 +40,7 @@ class Call(NamedTuple):
     """Name of a method of a process group."""
     arguments: tuple[Any, ...]
     x: Array | OnDevice
-    """What it reads and writes."""
+    """The array that it reads and writes."""
 
 
 class C10dEngine(DataEngine, Generic[StoreT]):

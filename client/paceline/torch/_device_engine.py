@@ -242,7 +242,7 @@ class _DeviceTicket(C10dTicket):
         self._lose_if_broken = lose_if_broken
         self._call: Any = call
         self._held: Any = None
-        """What must live until it is over, beside what the call uses."""
+        """Tensors that must live until the operation is over, beside the array of the call."""
         self._works: list[Any] = []
         """c10d's handle."""
         self._mark: Mark | None = None

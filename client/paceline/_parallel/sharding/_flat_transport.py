@@ -20,7 +20,7 @@ class Gathering(NamedTuple):
     whole: Any
     """All values with padding, shape [W * S]: an array, or a tensor on a device."""
     sent: NDArray[Any]
-    """What was sent of this rank's shard, shape [S]; the shard itself if that is gathered in place."""
+    """The copy of this rank's shard that was sent, shape [S]; the shard itself if that is gathered in place."""
     work: Work[Any]
     """Done once `whole` has the values."""
 
