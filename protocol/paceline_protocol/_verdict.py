@@ -27,6 +27,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _LOST = ErrorReason.ERROR_REASON_PEER_LOST
 _BROKE = ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL
+_MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
 _VERSION = ErrorReason.ERROR_REASON_VERSION
 
 _TOLD_BY_ITSELF = (
@@ -78,7 +79,7 @@ def judge(now: float, case: Case) -> Verdict:
     for reason in _TOLD_BY_ITSELF:
         if told := by_reason[reason]:
             return _directly(case, told)
-    if mismatch := by_reason[ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH]:
+    if mismatch := by_reason[_MISMATCH]:
         first = mismatch[0]
         pair = {first.reporter} if first.accused is None else {first.reporter, first.accused}
         return _verdict(case, first, pair, first.text)
@@ -241,7 +242,7 @@ class Evidence:
 
     Reports gather for a moment because one death makes several, and the one that names the cause may come second. A
     second witness ends the wait. A broken link between two members that both seem well prolongs it, for news of a death
-    may be on its way.
+    may be on its way. So does a call that does not match, until the member that is accused of it has spoken.
     """
 
     def __init__(self, state: JobState, settings: ProtocolSettings) -> None:
@@ -288,7 +289,15 @@ class Evidence:
         return True
 
     def _is_doubtful(self) -> bool:
-        """True if more evidence is likely to come: of a death, or from a second witness of a breach."""
+        """True if more evidence is likely to come.
+
+        That is news of a death, a second witness of a breach, or the word of a member whose call does not match: it may
+        say why (`_TOLD_BY_ITSELF`).
+        """
+        reasons = {report.reason for report in self._reports}
+        if _MISMATCH in reasons and reasons.isdisjoint(_TOLD_BY_ITSELF):
+            silent = {report.accused for report in self._reports if report.reason == _MISMATCH} - {None}
+            return not silent <= {report.reporter for report in self._reports} | self._state.endings.keys()
         broke = [report for report in self._reports if report.reason == _BROKE]
         if len(broke) + sum(report.reason == _LOST for report in self._reports) < len(self._reports):
             return False

@@ -32,23 +32,23 @@ with paceline.join() as session:
         optimizer.zero_grad()
         wrapped.backward(y)
         update()
-    def count(kind, before):
-        now = session.group.bytes_sent, session.group.progress().operation
-        sent[kind].append(now[0] - before[0])
-        frames[kind].append(now[1] - before[1])
-        return now
+    def count():
+        return np.array([session.group.bytes_sent, session.group.progress().operation])
     for step in session.steps(state, total=30):
         if step.number == 4:
             said.clear()
-        before = session.group.bytes_sent, session.group.progress().operation
         with step:
             one(optimizer.step)
-        if step.number < 5:  # what is looked at in the first steps is no matter of messages
-            continue
-        before = count("elastic", before)
-        session.group.ban_collectives("")  # this is none of the line's
-        one(lambda: bare(optimizer))
-        count("plain", before)
+        if step.number >= 5:  # the first steps also agree on settings
+            elastic = count()
+            session.group.ban_collectives("")  # this is none of the line's
+            one(lambda: bare(optimizer))
+            plain = count()
+            sent["elastic"].append(int(elastic[0] - before[0]))
+            frames["elastic"].append(int(elastic[1] - before[1]))
+            sent["plain"].append(int(plain[0] - elastic[0]))
+            frames["plain"].append(int(plain[1] - elastic[1]))
+        before = count()  # here, since the next step sends its word before the loop yields it
         if step.number == 29:
             told = [what for what in said if what != "heartbeat"]
     emit("facts", sent=sent, operations=frames, told=told)

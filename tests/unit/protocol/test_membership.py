@@ -24,7 +24,9 @@ from paceline_server.errors import BadRequest, SessionEnded
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob, sent
 
+DIFFERS = ErrorReason.ERROR_REASON_STEP_DIFFERS
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
+MISMATCH = ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH
 RAISED = ErrorReason.ERROR_REASON_PEER_RAISED
 TIMEOUT = ErrorReason.ERROR_REASON_TIMEOUT
 
@@ -283,6 +285,31 @@ def test_a_broken_link_is_judged_without_a_death_in_the_end() -> None:
     job.pass_time(0.02)
     effects = job.pass_time(0.08)
     assert verdicts(effects)[members[2]] == "rank 1 (host-2, pid 1002) was cut off: its link to rank 0 ended"
+
+
+@pytest.mark.parametrize("own", ["left the step out", "", "it is gone"])
+def test_a_mismatch_waits_for_the_word_of_the_member_that_is_accused(own: str) -> None:
+    """A member that left out an update says so itself, and its word may come late from a busy machine."""
+    job = PureJob()
+    members = job.form(3)
+    job.report(members[0], MISMATCH, 1, "calls do not match")
+    if own == "it is gone":
+        effects = job.do(ExitReported(job.state.sessions[members[1]].process, -9))
+        assert set(verdicts(effects + job.pass_time(0.02)).values()) == {"calls do not match"}
+        return
+    assert job.pass_time(0.05) == []
+    if own:
+        job.report(members[1], DIFFERS, None, own)
+    effects = job.pass_time(0.05) + job.pass_time(0.02)  # and one more look
+    assert set(verdicts(effects).values()) == {own or "calls do not match"}
+
+
+def test_a_mismatch_that_the_accused_reports_as_well_is_judged_after_the_usual_time() -> None:
+    job = PureJob()
+    members = job.form(3)
+    job.report(members[0], MISMATCH, 1, "calls do not match")
+    job.report(members[1], MISMATCH, 0, "calls do not match")
+    assert verdicts(job.pass_time(0.02))
 
 
 def test_a_late_report_is_answered_with_the_verdict() -> None:
