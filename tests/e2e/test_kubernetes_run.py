@@ -38,6 +38,8 @@ def docker(*words: str) -> str:
 def network() -> Iterator[str]:
     with engine():
         build(IMAGE)
+        # A run that was killed leaves its network behind.
+        subprocess.run(["docker", "network", "rm", NETWORK], capture_output=True, timeout=120, check=False)
         docker("network", "create", NETWORK)
         try:
             yield NETWORK
