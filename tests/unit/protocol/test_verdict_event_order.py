@@ -184,12 +184,15 @@ def test_a_quiet_member_is_not_blamed_if_one_peer_lost_all_its_links() -> None:
 
 @pytest.mark.parametrize("failure_timeout", [0.5, 1.0, 3.0, 30.0])
 @pytest.mark.parametrize("spoken", [False, True])
-def test_the_verdict_comes_within_the_members_verdict_timeout(failure_timeout: float, spoken: bool) -> None:
+@pytest.mark.parametrize("reason", [LOST, ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH])
+def test_the_verdict_comes_within_the_members_verdict_timeout(
+    failure_timeout: float, spoken: bool, reason: ErrorReason
+) -> None:
     """They would name different culprits (I8)."""
     job = PureJob()
     members = [job.join(3, 3, timeout=failure_timeout) for _ in range(3)]
     job.pass_time(0.01)
-    job.report(members[1], LOST, 0)
+    job.report(members[1], reason, 0)
     line = Timeline(job)
     if spoken:
         line.at(0.05, lambda: job.do(Heard(members[0], job.state.sessions[members[0]].progress)))
