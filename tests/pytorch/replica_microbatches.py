@@ -25,6 +25,7 @@ parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step
 parser.add_argument(
     "--strike", type=int, default=0, help="when rank 1 of replica 0 is killed once, in the step after a checkpoint"
 )
+parser.add_argument("--awaits", action="store_true", help="let the others hold their steps until it has come back")
 parser.add_argument("--events", help="the folder in which each rank writes a file with a line for each step")
 wanted = parser.parse_args()
 
@@ -50,6 +51,14 @@ def strike() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def await_the_lost() -> None:
+    """Waits until the ranks of the replica that was struck have started again, and are about to join."""
+    while os.path.exists(f"{wanted.checkpoints}-struck") and not all(
+        os.path.exists(f"{wanted.checkpoints}-back-{position}") for position in range(ranks)
+    ):
+        time.sleep(0.05)
+
+
 def tell(**facts: object) -> None:
     """Writes a line, which is there even if this process is killed right after."""
     if wanted.events:
@@ -63,6 +72,8 @@ def digest_of(tensors: object) -> str:
 
 
 tell()
+if wanted.checkpoints and os.path.exists(f"{wanted.checkpoints}-struck"):
+    open(f"{wanted.checkpoints}-back-{rank}", "w").close()
 with paceline.join(replica=dist.group.WORLD) as session:
     paceline.torch.replicate(model, session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -77,6 +88,8 @@ with paceline.join(replica=dist.group.WORLD) as session:
             if (step.number, session.replica, rank) == (wanted.strike, 0, 1):
                 strike()
             time.sleep(wanted.pace)
+            if wanted.awaits:
+                await_the_lost()
             optimizer.zero_grad()
             for micro in step.microbatches:
                 with micro:

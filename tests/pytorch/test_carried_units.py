@@ -17,6 +17,7 @@ import torch
 from pytorch.fake_device import LateStreams, install
 from pytorch.torch_models import assert_same_gradients, data, loss_of, made, net, rows_of, wrap
 from torch import nn
+from unit.engines.fake_engine import connected_engine
 
 from paceline._base.sum_order import EVEN
 from paceline._group import Group
@@ -213,6 +214,7 @@ def test_values_begin_where_kernels_want_them() -> None:
 
 def test_microbatches_are_refused() -> None:
     def rank(group: Group) -> None:
+        connected_engine(group)
         trained = Trained(group)
         trained.model.prepare()
         try:
@@ -248,10 +250,15 @@ def test_a_pass_in_a_cuda_graph_is_refused(backward: bool, device: pytest.Monkey
 def test_an_engine_without_gathers_is_refused(device: pytest.MonkeyPatch) -> None:
     device.setattr(GlooEngine, "traits", replace(GlooEngine.traits, shards=False))
     with pytest.raises(UnsupportedOp, match="the engine 'gloo' has no all_gather and reduce_scatter"):
-        run_ranks(2, lambda group: Trained(group).step(), config=GLOO)
+        run_ranks(2, one_step, config=GLOO)
 
 
 def test_an_engine_for_another_device_is_refused(device: pytest.MonkeyPatch) -> None:
     device.setattr(GlooEngine, "traits", replace(GlooEngine.traits, devices=frozenset({"cuda"})))
     with pytest.raises(UnsupportedOp, match="the engine 'gloo' sums on cuda, and the gradients are on cpu"):
-        run_ranks(2, lambda group: Trained(group).step(), config=GLOO)
+        run_ranks(2, one_step, config=GLOO)
+
+
+def one_step(group: Group) -> None:
+    connected_engine(group)
+    Trained(group).step()

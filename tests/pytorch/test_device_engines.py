@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
-from unit.engines.fake_engine import engines_of, makers
+from unit.engines.fake_engine import connected_engine, engines_of, makers
 
 from paceline._links.base import Peer
 from paceline._microbatch.attempt import StepAttempt
@@ -681,7 +681,7 @@ def test_backward_may_run_in_another_thread(config: Config) -> None:
 
 def test_an_engine_for_another_device_is_refused(config: Config) -> None:
     def rank(group: Any) -> Any:
-        engine = group.open_engine()
+        engine = connected_engine(group)
         engine.traits = replace(engine.traits, devices=frozenset({"cuda"}))
         with pytest.raises(UnsupportedOp, match="sums on cuda, and the gradients are on cpu"):
             train(group)
@@ -691,7 +691,7 @@ def test_an_engine_for_another_device_is_refused(config: Config) -> None:
 
 def test_an_engine_on_another_device_of_the_same_type_is_refused(config: Config) -> None:
     def rank(group: Any) -> Any:
-        group.open_engine().device = torch.device("cpu", 1)
+        connected_engine(group).device = torch.device("cpu", 1)
         with pytest.raises(UnsupportedOp, match=r"on cpu:1, and .* on cpu: call torch\.cpu\.set_device\('cpu'\)"):
             train(group)
 

@@ -106,7 +106,7 @@ def test_a_storm_of_40_seconds_keeps_the_bits(tmp_path: Path) -> None:
 
 def test_replicas_on_a_device_have_the_bits_of_the_cpu_through_a_kill(tmp_path: Path, undisturbed: str) -> None:
     """One replica loses a rank right after a checkpoint, comes back, and takes its state from the other one."""
-    settings = ("--checkpoints", str(tmp_path / "saved"), "--strike", "4", "--pace", "1.5")
+    settings = ("--checkpoints", str(tmp_path / "saved"), "--strike", "4", "--awaits", "--pace", "0.5")
     bounds = ("-n", "4", "--replica-size", "2", "--min", "1", "--restarts", "3")
     with command("run", *bounds, FAKE_DEVICE, SCRIPT, *settings) as run:
         assert run.wait(150.0) == 0, str(run)

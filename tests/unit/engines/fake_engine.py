@@ -15,15 +15,28 @@ import numpy as np
 from paceline._base.arrays import Array
 from paceline._base.waits import Latch
 from paceline._base.work import Work
+from paceline._group import Group
 from paceline._links.base import Peer
 from paceline.engines import DataEngine, EngineFailed, EngineTimeout, EngineTraits, Ticket
 from paceline.errors import PacelineError
 from paceline.testing import local_groups
 
-__all__ = ["FakeEngine", "HangingEngine", "LinkEngine", "engines_of", "link_engines", "makers"]
+__all__ = ["FakeEngine", "HangingEngine", "LinkEngine", "connected_engine", "engines_of", "link_engines", "makers"]
 
 makers: dict[str, Callable[[], DataEngine]] = {}
 """Makers of the engines "test" and "other", which tests/paceline_test_engines-0.dist-info names as a plug-in would."""
+
+
+def connected_engine(group: Group) -> DataEngine:
+    """Opens the engine of a group, and returns it once all ranks are connected; a collective.
+
+    A test whose ranks leave before that may leave a thread behind: Gloo waits up to a minute for a rank that has left.
+    """
+    engine = group.open_engine()
+    assert engine is not None
+    engine.await_ready(monotonic() + 30.0)
+    group.barrier()
+    return engine
 
 
 def make_test() -> DataEngine:
