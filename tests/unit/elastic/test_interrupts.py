@@ -19,9 +19,12 @@ import paceline
 from paceline._elastic import training_loop
 from paceline.errors import StepOrderError
 
-_MODULES = Path(training_loop.__file__).parent
-_SHELF = _MODULES / "offer.py"
+_SHELF = "offer.py"
 """Left out: it holds a lock for an instant, and a trace interrupts where a signal does not, just behind its taking."""
+_MODULES = {str(path): path.name for path in Path(training_loop.__file__).parent.glob("*.py") if path.name != _SHELF}
+
+Place = tuple[str, int, str]
+"""Module, line and function."""
 
 TOTAL = 2
 
@@ -41,8 +44,8 @@ def session() -> Iterator[Any]:
 class Interrupt:
     """Raises KeyboardInterrupt at a line, the second time that it runs if it does; and counts the lines."""
 
-    def __init__(self, where: str = "", times: int = 0) -> None:
-        self.lines: Counter[str] = Counter()
+    def __init__(self, where: Place | None = None, times: int = 0) -> None:
+        self.lines: Counter[Place] = Counter()
         self._where, self._times = where, times
 
     def __enter__(self) -> Interrupt:
@@ -53,13 +56,11 @@ class Interrupt:
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        path = Path(frame.f_code.co_filename)
-        return self._line if path.parent == _MODULES and path != _SHELF else None
+        return self._line if frame.f_code.co_filename in _MODULES else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
-            name = Path(frame.f_code.co_filename).name
-            where = f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            where = _MODULES[frame.f_code.co_filename], frame.f_lineno, frame.f_code.co_name
             self.lines[where] += 1
             if where == self._where and self.lines[where] == self._times:
                 raise KeyboardInterrupt
@@ -76,7 +77,7 @@ class TwiceInAStep(Training):
         super().train(step)
 
 
-def outcome(where: str, times: int, expected: Any, kind: type[Training]) -> str:
+def outcome(where: Place, times: int, expected: Any, kind: type[Training]) -> str:
     """What becomes of a loop that is interrupted at a line, and run again."""
     with paceline.join() as session:
         training = kind()
