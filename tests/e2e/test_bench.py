@@ -17,7 +17,7 @@ from paceline.cli.sizes import bus_factor
 from support.command import command, wait_until_gone
 from support.peers import descendants
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 KEYS = {
     "collective",
@@ -38,7 +38,7 @@ MANY_SIZES = ",".join(str(4 << n) for n in range(16))
 def told(*arguments: str) -> dict[str, Any]:
     """What `paceline bench ... --json` says."""
     with command("bench", *arguments, "--seconds", "0.2", "--json") as running:
-        assert running.wait() == 0, str(running)
+        assert running.wait(150.0) == 0, str(running)
     assert running.stdout.count("\n") == 1
     said: dict[str, Any] = json.loads(running.stdout)
     for row in said["rows"]:
@@ -105,7 +105,7 @@ def test_a_killed_rank_ends_the_bench() -> None:
 
 def test_the_schedules_command_prints_json() -> None:
     with command("schedules", "all-reduce", "-n", "4", "--size", "16MiB", "--rank", "3", "--json") as running:
-        assert running.wait() == 0, str(running)
+        assert running.wait(150.0) == 0, str(running)
     found = json.loads(running.stdout.splitlines()[-1])
     assert (found["collective"], found["world_size"], found["bytes"], found["rank"]) == ("all_reduce", 4, 16 << 20, 3)
     assert found["rows"]
