@@ -88,7 +88,13 @@ class Tag(NamedTuple):
 
     generation: int
     step: int
-    """(0, 0) is the state before the first step, which every member makes for itself."""
+    """In generation 0 it names the state before the job's first step, which every member makes for itself: (0, 0), or
+    (0, 20) if it has read what was trained for 20 steps elsewhere."""
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether it is the state before the job's first step."""
+        return self.generation == 0
 
     def __str__(self) -> str:
         """The name of a checkpoint's folder; names sort as tags do."""

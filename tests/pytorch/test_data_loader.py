@@ -240,6 +240,12 @@ def test_getitems_gives_the_same_samples_with_and_without_workers() -> None:
     assert found[0][0] == sampler.batch(0).tolist()
 
 
+def test_an_order_of_the_user_may_leave_samples_out() -> None:
+    sampler = paceline.ElasticSampler(BATCH, BATCH, order=lambda epoch: range(N - BATCH, N))
+    with ElasticDataLoader(Numbers(), collate_fn=list) as loader:
+        assert [sample[0] for sample in loader.batch(at(sampler))] == list(range(N - BATCH, N))
+
+
 def test_torch_settings_are_passed_on_or_refused() -> None:
     sampler = paceline.ElasticSampler(N, BATCH)
     with ElasticDataLoader(Numbers(), collate_fn=len) as loader:

@@ -88,7 +88,7 @@ class StateRecovery:
             return b""
         if self._own[0] != meet.tag:
             self._own = meet.tag, b""
-        if meet.tag == Tag(0, 0) and not self._own[1]:  # a member that took a share of it knows the fingerprint
+        if meet.tag.is_origin and not self._own[1]:  # a member that took a share of it knows the fingerprint
             self._own = meet.tag, self._state.fingerprint_of_origin()
         return self._own[1]
 
@@ -97,12 +97,12 @@ class StateRecovery:
 
         All mates do this when their loop begins, because later each of them may need it at another moment.
         """
-        if mates.size > 1 and self._member.held == Tag(0, 0):
-            self._own = Tag(0, 0), mates.joint(self._state.fingerprint_of_origin())
+        if mates.size > 1 and self._member.held is not None and self._member.held.is_origin:
+            self._own = self._member.held, mates.joint(self._state.fingerprint_of_origin())
 
     def has_a_base(self) -> None:
         """Notes that all members hold the same state: from now on equal tags mean equal bits."""
-        if self._own[0] != Tag(0, 0):
+        if not self._own[0].is_origin:
             self._own = self._own[0], b""
 
     def carry_out(self, order: Meet | Take | None) -> Meet | None:

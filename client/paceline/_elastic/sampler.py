@@ -11,7 +11,8 @@ r V // W to (r + 1) V // W - 1: see docs/decisions/17.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class ElasticSampler:
     """Shuffles n samples anew in every epoch, and splits each global batch between the ranks.
 
     Args:
-        n: number of samples.
+        n: number of samples in an epoch.
         global_batch: B, samples in a step over all ranks. It does not depend on the world, so neither does training.
         seed: seed of the shuffling, not negative; the same on every rank.
         per_rank_batch: samples of each rank, in place of `global_batch`, so that B grows with the world. Then, and only
@@ -51,9 +52,11 @@ class ElasticSampler:
             them.
         check_every: K: with microbatches, one of each K-th step is computed on two or three workers, and a worker that
             computes other bits is named in a `DivergenceError`, which ends it. 0 for never.
+        order: a function that returns the n indices of an epoch, from its number, in place of shuffling. It must return
+            the same on every rank, at any time.
 
     Attributes:
-        microbatches, check_every: as above.
+        microbatches, check_every, order: as above.
         same_bits: True if members that compute other bits are refused.
         epoch: number of finished epochs. It and `offset` are part of the training state.
         offset: number of samples of the present epoch that were used.
@@ -73,6 +76,7 @@ class ElasticSampler:
         microbatches: int = 0,
         same_bits: bool = True,
         check_every: int = 0,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         if (global_batch is None) == (per_rank_batch is None):
             raise ValueError("give either global_batch or per_rank_batch")
@@ -93,6 +97,7 @@ class ElasticSampler:
         self.same_bits = bool(microbatches) and same_bits
         self.n = n
         self.seed = seed
+        self.order = order
         self.epoch = self.offset = 0
         self._size = size
         self._per_rank = per_rank_batch is not None
@@ -129,6 +134,8 @@ class ElasticSampler:
             settings |= {"sampler parts": self.microbatches, "sampler same_bits": self.same_bits}
         if self.check_every:
             settings[CHECK_EVERY] = self.check_every
+        if self.order is not None:
+            settings["sampler order"] = hashlib.sha256(self._permutation(0).tobytes()).hexdigest()[:16]
         return settings
 
     def lr_scale(self, world: int) -> float:
@@ -237,11 +244,20 @@ class ElasticSampler:
     def _permutation(self, epoch: int) -> NDArray[np.intp]:
         if epoch not in self._orders:
             self._orders = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
-            # Raw bits and a stable sort, not Generator.permutation: members may run different NumPy versions, and only
-            # the bit streams are promised to stay as they are. Source: NEP 19, "Random number generator policy".
-            bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.n)
-            self._orders[epoch] = np.argsort(bits, kind="stable")
+            self._orders[epoch] = self._shuffled(epoch) if self.order is None else self._given(self.order(epoch))
         return self._orders[epoch]
+
+    def _shuffled(self, epoch: int) -> NDArray[np.intp]:
+        # Raw bits and a stable sort, not Generator.permutation: members may run different NumPy versions, and only
+        # the bit streams are promised to stay as they are. Source: NEP 19, "Random number generator policy".
+        bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch])).random_raw(self.n)
+        return np.argsort(bits, kind="stable")
+
+    def _given(self, indices: Sequence[int]) -> NDArray[np.intp]:
+        given = np.array(indices, np.intp)
+        if given.shape != (self.n,):
+            raise ValueError(f"order(epoch) must return {self.n} indices, and has returned {given.shape}")
+        return given
 
 
 def share_out(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:

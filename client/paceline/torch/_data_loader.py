@@ -90,7 +90,7 @@ class ElasticDataLoader:
         if at.left:
             raise StepOrderError(f"step {at.number} is over: call loader.batch(step) in its block")
         sampler = at.sampler
-        if len(self.dataset) != sampler.n:
+        if sampler.order is None and len(self.dataset) != sampler.n:
             raise SizeMismatch(f"the sampler divides {sampler.n} samples, but the dataset has {len(self.dataset)}")
         if isinstance(step, Microbatch):
             planned = step.ahead()

@@ -96,3 +96,16 @@ def test_bad_arguments_are_refused() -> None:
 def test_the_last_batch_of_an_epoch_has_the_remaining_samples() -> None:
     assert ElasticSampler(5, 2).steps_per_epoch == 3
     assert len(ElasticSampler(5, 2).batch(2)) == 1
+
+
+def test_an_order_of_the_user_takes_the_place_of_shuffling() -> None:
+    """It may name samples more than once, or leave some out."""
+    sampler = ElasticSampler(5, 2, order=lambda epoch: [30 + epoch, 7, 7, 1, 0])
+    assert [sampler.batch(step).tolist() for step in range(4)] == [[30, 7], [7, 1], [0], [31, 7]]
+    assert sampler.settings != ElasticSampler(5, 2, order=lambda epoch: [0, 1, 2, 3, 4]).settings
+    assert sampler.settings == ElasticSampler(5, 2, order=lambda epoch: [30, 7, 7, 1, 0]).settings
+
+
+def test_an_order_has_as_many_samples_as_the_sampler() -> None:
+    with pytest.raises(ValueError, match=r"order\(epoch\) must return 5 indices, and has returned \(4,\)"):
+        ElasticSampler(5, 2, order=lambda epoch: range(4)).batch(0)
