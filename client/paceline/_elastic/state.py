@@ -88,7 +88,7 @@ class TrainState:
 
     Attributes:
         step: number of steps that were applied to it. A script that loads what was trained elsewhere may set it before
-            `session.steps`, which then begins with the step after it.
+            `session.steps`, which then begins with the step after it (not with FSDP: use its checkpoints).
         receipts: the receipts of the last two steps that have one, as lines of JSON; see `Session.steps`.
         sampler: the `ElasticSampler` among the parts, None if there is none.
         is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is unusable

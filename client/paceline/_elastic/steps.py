@@ -77,8 +77,8 @@ def make_loop(
     elif held is None:
         saver.load(state)
         held = saver.tag
-    if held == Tag(0, 0):
-        held = Tag(0, state.step)  # the script may have loaded what was trained elsewhere
+        if held == Tag(0, 0):
+            held = Tag(0, state.step)  # the script may have loaded what was trained elsewhere
     settings: dict[str, object] = {"total": total, "seed": seed, SCRIPT: _script(), "node_size": state.node_size}
     if state.sampler is not None and state.sampler.same_bits:
         settings |= machine_words()

@@ -9,7 +9,14 @@ from typing import Any
 _OWN = ("log_history", "is_world_process_zero", "is_local_process_zero", "stateful_callbacks")
 """Fields of the Trainer's state that belong to one process, or are kept apart."""
 
-_COUNTED = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+_COUNTED = (
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
+"""Its counters; some are not in all releases."""
 
 
 class Bookkeeping:
@@ -29,7 +36,7 @@ class Bookkeeping:
         if len(state.log_history) != self._length:
             self._history, self._length = json.dumps(state.log_history), len(state.log_history)
         fields = {name: value for name, value in vars(state).items() if name not in _OWN}
-        counted = {name: getattr(trainer, name) for name in _COUNTED}
+        counted = {name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)}
         counted["_tr_loss"] = trainer._tr_loss.item()
         told = [[type(each).__name__, each.state()] for each in self._exportable()]
         return {"history": self._history, "rest": json.dumps([fields, counted, told])}

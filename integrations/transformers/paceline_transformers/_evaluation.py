@@ -24,7 +24,8 @@ def can_share(trainer: Any, loader: Any) -> bool:
     """Returns True if an evaluation can be shared out; else each worker evaluates all by itself."""
     if getattr(loader, "batch_sampler", None) is None or isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return False
-    return bool(trainer.args.eval_do_concat_batches) and not trainer.args.batch_eval_metrics
+    args = trainer.args
+    return bool(args.eval_do_concat_batches and not args.batch_eval_metrics and len(loader.dataset))
 
 
 def evaluate_together(
@@ -41,7 +42,7 @@ def evaluate_together(
 
     Collectives: a few for each array of the predictions.
     """
-    batches = list(loader.batch_sampler)
+    batches = _batches(group, loader)
     begin, end = (len(batches) * (group.rank + each) // group.size for each in (0, 1))
     mine = batches[begin:end] or batches[:1]  # a worker without a batch learns from one how results look
     indices = [index for batch in mine for index in batch]
@@ -67,8 +68,20 @@ def evaluate_together(
     metrics = {_prefixed(name, metric_key_prefix): value for name, value in metrics.items()}
     if losses:  # the Trainer takes the mean over samples, each with the loss of its batch
         own = np.repeat(np.array(losses, np.float32), [len(batch) for batch in mine])[:rows]
-        metrics[f"{metric_key_prefix}_loss"] = group.all_gather(own, uneven=True).mean().item()
+        every = group.all_gather(own, uneven=True)
+        finite = np.isfinite(every)
+        if trainer.args.logging_nan_inf_filter and finite.any():
+            every = every[finite]
+        metrics[f"{metric_key_prefix}_loss"] = every.mean().item()
     return EvalLoopOutput(predictions, labels, {**output.metrics, **metrics}, sum(map(len, batches)))
+
+
+def _batches(group: paceline.Group, loader: Any) -> list[list[int]]:
+    """Returns the samples of each batch as rank 0's sampler gives them: samplers may draw them at random."""
+    listed = list(loader.batch_sampler)
+    flat = group.broadcast(np.array([index for batch in listed for index in batch], np.int64), root=0)
+    ends = np.cumsum([len(batch) for batch in listed])[:-1]
+    return [part.tolist() for part in np.split(flat, ends)]
 
 
 def _prefixed(name: str, prefix: str) -> str:
@@ -80,7 +93,7 @@ def _collecting(trainer: Any) -> Iterator[tuple[list[EvalPrediction], list[float
     """Inside the block, the Trainer keeps what it would compute metrics from, and the loss of each batch."""
     found: list[EvalPrediction] = []
     losses: list[float] = []
-    compute, predict = trainer.compute_metrics, trainer.prediction_step
+    compute, predict, own = trainer.compute_metrics, trainer.prediction_step, "prediction_step" in vars(trainer)
 
     def keep(prediction: EvalPrediction) -> dict[str, float]:
         found.append(prediction)
@@ -99,13 +112,16 @@ def _collecting(trainer: Any) -> Iterator[tuple[list[EvalPrediction], list[float
         yield found, losses
     finally:
         trainer.compute_metrics = compute
-        del trainer.prediction_step
+        if own:
+            trainer.prediction_step = predict
+        else:
+            del trainer.prediction_step
 
 
 def _joined(group: paceline.Group, tree: Any, rows: int) -> Any:
     """Joins nested arrays of all workers on axis 0, of which this one gives `rows`; axis 1 is padded to the widest."""
     leaves, structure = tree_flatten(tree)
-    arrays = [leaf[:rows] for leaf in leaves if leaf is not None]
+    arrays = [leaf if rows else leaf[:0] for leaf in leaves if leaf is not None]
     if not arrays:
         return tree
     own = np.array([array.shape[1] if array.ndim > 1 else 0 for array in arrays])

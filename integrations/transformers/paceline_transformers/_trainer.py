@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +21,31 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 import paceline
 import paceline.torch
+from paceline.errors import StepOrderError, UnsupportedOp
 from paceline_transformers._bookkeeping import Bookkeeping
 from paceline_transformers._evaluation import can_share, evaluate_together
 from paceline_transformers._samples import Batch, HostLoader
 
-_AFTER_EVALUATION = ("ReduceLROnPlateau", "GreedyLR")
+_SERVICES = "transformers.integrations"
+
+_AFTER_EVALUATION = {"ReduceLROnPlateau", "GreedyLR"}
 """Schedulers that the Trainer steps with the result of an evaluation."""
 
-_STAGING = ".saving-"
-"""Begins the names of folders in which checkpoints are written."""
+_STAGING = "_saving-"
+"""Begins the names of folders in which checkpoints are written. What begins with "_" is not uploaded to the Hub."""
+
+
+_trained: list[bool] = []
+"""Has an entry once `train` has been called in this process."""
+
+
+class _Counts(NamedTuple):
+    """Of samples: items that the loss is divided by, whether there are such, tokens, and operations of the model."""
+
+    items: float = 0.0
+    counted: float = 0.0
+    tokens: float = 0.0
+    flos: float = 0.0
 
 
 class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -60,18 +76,28 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """The folder in which a checkpoint is being written."""
     _together = False
     """Whether the workers evaluate and save together in this step, which is undone if one of them is lost then."""
-    _counted: tuple[int, dict[int, Any]] = (0, {})
-    """The present step, and what the samples of its microbatches have: items, whether they count, and tokens."""
+    _counted: tuple[int, dict[int, _Counts]] = (0, {})
+    """The number of the present step, and the counts of the microbatches that this worker has computed in it."""
+    _host_batches = 1
+    """The batches that the Trainer alone would make of the present step."""
+    _divides: bool | None = None
+    """Whether the model divides its loss by the number of items that it is told; None if that is not known yet."""
     _reported: int | None = None
     """How many lines of the log callbacks have heard; None outside of the loop over steps."""
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Joins the job, and trains; the Trainer's `train` calls this."""
         self._refuse(kwargs.get("trial"))
-        self._host = HostLoader(self.get_train_dataloader())
+        if _trained and "PACELINE_COORDINATOR" in os.environ:
+            raise StepOrderError(
+                f"train() was called again in pid {os.getpid()}, whose job is done: start a run for each"
+            )
+        _trained.append(True)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._host = HostLoader(self.get_train_dataloader(), self.args.per_device_train_batch_size, seed)
         try:
             # The loader first: its worker processes are forked.
-            with self._host.elastic(self.args.per_device_train_batch_size) as self._loader, paceline.join() as session:
+            with self._host.elastic() as self._loader, paceline.join() as session:
                 self._session = session
                 self._take_rank(session.group.rank if session.members else 1)
                 session.on_view(lambda: self._take_rank(session.group.rank))
@@ -92,11 +118,13 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             "DeepSpeed": self.is_deepspeed_enabled,
             "FSDP": self.is_fsdp_enabled,
             "auto_find_batch_size: workers would find other sizes": args.auto_find_batch_size,
+            "enable_jit_checkpoint: a preempted worker drains": getattr(args, "enable_jit_checkpoint", False),
+            "optimizers without a schedule (schedule_free_*)": "schedule_free" in str(args.optim).lower(),
             "a search of hyperparameters": trial is not None,
         }
         for reason, holds in reasons.items():
             if holds:
-                raise paceline.errors.UnsupportedOp(f"ElasticTrainer does not support {reason}")
+                raise UnsupportedOp(f"ElasticTrainer does not support {reason}")
 
     def _take_rank(self, rank: int) -> None:
         """Makes this process the one that logs and saves if it has rank 0."""
@@ -106,8 +134,11 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.state.is_world_process_zero = self.state.is_local_process_zero = rank == 0
         if rank == 0 and not was_first:
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, ProgressCallback):  # it has drawn no bar so far
-                    callback.on_train_begin(self.args, self.state, self.control)
+                # A bar, or a connection to a service, which only the first process has opened so far.
+                if isinstance(callback, ProgressCallback) or type(callback).__module__.startswith(_SERVICES):
+                    if hasattr(callback, "_initialized"):
+                        callback._initialized = False
+                    callback.on_train_begin(self.args, self.state, self.control, model=self.model)
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -137,6 +168,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         sampler = paceline.ElasticSampler(
             len(host),
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            host.seed,
             order=host.order,
             microbatches=args.gradient_accumulation_steps if self.same_bits else 0,
         )
@@ -161,6 +193,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         for step in session.steps(state, total=self.state.max_steps, seed=args.seed):
             if scaler:
                 self.optimizer.__setstate__({})  # accelerate keeps `step` as it was before the session guarded it
+                self.accelerator.scaler._per_optimizer_states.clear()  # an undone step may have unscaled its gradients
             self._tell_logs()
             with step:
                 if not self.control.should_training_stop:  # else the step before was the last one, on all workers
@@ -180,85 +213,116 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         log_evaluate_save: Any,
     ) -> None:
         """Makes a step as the Trainer does: forward and backward passes, the update, log, evaluation and checkpoint."""
-        end = sampler.offset + sampler.global_batch
-        batches = min(end // self.args.per_device_train_batch_size, batches_in_epoch)
-        self._together = session.size > 1 and self._foresees_more(ends_epoch=end >= sampler.n)
+        rows, end = self.args.per_device_train_batch_size, sampler.offset + sampler.global_batch
+        self._host_batches = math.ceil((min(end, sampler.n) - sampler.offset) / rows)
+        epoch = sampler.epoch + min(end // rows, batches_in_epoch) / batches_in_epoch
+        self._together = session.size > 1 and self._foresees_more(epoch, ends_epoch=end >= sampler.n)
         if self._together:
             step.keep_copy()  # so that all of it can be undone
-        self._compute_gradients(step, model)
-        self._update(model, sampler.epoch + batches / batches_in_epoch, log_evaluate_save, ends_epoch=end >= sampler.n)
-        if self._together:
-            session.group.barrier()  # rank 0 has saved
+        try:
+            self._compute_gradients(session, step, model)
+            self._update(model, epoch, log_evaluate_save, ends_epoch=end >= sampler.n)
+            if self._together:
+                session.group.barrier()  # rank 0 has saved
+        finally:
+            self._together = False
 
-    def _foresees_more(self, *, ends_epoch: bool) -> bool:
+    def _foresees_more(self, epoch: float, *, ends_epoch: bool) -> bool:
         """Returns True if the Trainer will evaluate or save after the next update, as far as its arguments say."""
         flow, control = DefaultFlowCallback(), TrainerControl()
-        state = dataclasses.replace(self.state, global_step=self.state.global_step + 1)
+        state = dataclasses.replace(self.state, global_step=self.state.global_step + 1, epoch=epoch)
         flow.on_step_end(self.args, state, control)
         if ends_epoch or control.should_training_stop:
             flow.on_epoch_end(self.args, state, control)
         return bool(control.should_evaluate or control.should_save)
 
     def _tell_logs(self) -> None:
-        """Tells callbacks what the step before has logged: now it is known that no other worker undoes it."""
+        """Tells callbacks what the step before has logged.
+
+        Each worker knows by now whether it is the one to tell, also if the one with rank 0 died in the step.
+        """
         history, before = self.state.log_history, self._reported
         self._reported = len(history)
         for entry in history[self._reported if before is None else before :]:
             if entry["step"] == self.state.global_step:  # a worker that comes back has heard less
                 logs = {name: value for name, value in entry.items() if name != "step"}
+                before_log = dataclasses.replace(self.control, should_log=False)
                 self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+                if self.control != before_log:  # it would be forgotten if the step that begins now were undone
+                    raise UnsupportedOp("a callback has changed `control` in on_log: change it in on_step_end")
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _compute_gradients(self, step: paceline.Step, model: Any) -> None:
+    def _compute_gradients(self, session: paceline.Session, step: paceline.Step, model: Any) -> None:
         """Computes the gradients and the loss of this worker's samples; both are averaged over the workers."""
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
         if not self.same_bits:
             batches = self._loader.batch(step)
-            items = self._count_items(step, {0: batches} if step.samples else {})
+            own = {0: self._count(model, batches)} if step.samples else {}
+            items = self._agree_on_items(session, own)
             self._run_passes(model, batches, step.weight, items)
             return
         micros = [(micro, self._loader.batch(micro)) for micro in step.microbatches]
-        own = {micro.number: batches for micro, batches in micros if micro.samples and not micro.is_check}
-        items = self._count_items(step, own)
+        number, counted = self._counted
+        kept = step.kept_microbatches if number == step.number else ()  # computed in an attempt that was undone
+        own = {number: counts for number, counts in counted.items() if number in kept}
+        own |= {
+            micro.number: self._count(model, batches)
+            for micro, batches in micros
+            if micro.samples and not micro.is_check
+        }
+        self._counted = step.number, own
+        items = self._agree_on_items(session, own)
         for micro, batches in micros:
             with micro:
                 self._run_passes(model, batches, micro.weight, items)
 
-    def _count_items(self, step: paceline.Step, mine: dict[int, list[Batch]]) -> float | None:
-        """Counts what the Trainer divides the loss by, such as tokens with a label, in the samples of all workers.
+    def _count(self, model: Any, batches: list[Batch]) -> _Counts:
+        """Counts what is in some batches."""
+        inputs, seen = [inputs for _, inputs in batches], self.state.num_input_tokens_seen
+        for each in inputs:
+            self._track_num_input_tokens(each)
+        tokens, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen - seen, seen
+        flos = float(sum(self.floating_point_ops(each) for each in inputs))
+        _, items = self.get_batch_samples(iter(inputs), len(inputs), self.args.device)
+        if items is None:
+            return _Counts(tokens=tokens, flos=flos)
+        if self._divides is None and items > 0:
+            self._divides = self._depends_on_items(model, inputs[0], float(items))
+        return _Counts(float(items), 1.0, tokens, flos)
 
-        Returns None if it divides by the samples. Microbatches whose gradients were kept from an undone attempt were
-        counted then.
-        """
-        if self._counted[0] != step.number:
-            self._counted = step.number, {}
-        counts, seen = self._counted[1], self.state.num_input_tokens_seen
-        for number, batches in mine.items():
-            before = self.state.num_input_tokens_seen
-            for _, inputs in batches:
-                self._track_num_input_tokens(inputs)
-            inputs = [inputs for _, inputs in batches]
-            _, items = self.get_batch_samples(iter(inputs), len(inputs), self.args.device)
-            tokens = self.state.num_input_tokens_seen - before
-            counts[number] = np.array([0.0 if items is None else float(items), items is not None, tokens])
-        total = sum(counts.values(), start=np.zeros(3))
-        if self._session is not None and self._session.size > 1:
-            total = self._session.group.all_reduce(total, label="items")
-        self.state.num_input_tokens_seen = seen + int(total[2])
-        return float(total[0]) if total[1] else None
+    def _depends_on_items(self, model: Any, inputs: Any, items: float) -> bool:
+        """Returns whether the loss depends on the number of items that the model is told: some take and ignore it."""
+        model.train()
+        losses = []
+        for told in (items, 2 * items):
+            with torch.random.fork_rng(), torch.no_grad(), self.compute_loss_context_manager():
+                given = self._prepare_inputs(dict(inputs))
+                number = torch.tensor(told, device=self.args.device)
+                losses.append(float(self.compute_loss(model, given, num_items_in_batch=number)))
+        return losses[0] != losses[1]
+
+    def _agree_on_items(self, session: paceline.Session, own: dict[int, _Counts]) -> float | None:
+        """Sums the counts of all workers; returns the items that the loss is divided by, None for the samples."""
+        total = np.array([*map(sum, zip(_Counts(), *own.values(), strict=True)), bool(self._divides)], np.float64)
+        if session.size > 1:
+            total = session.group.all_reduce(total, label="items")
+        items, counted, tokens, flos, divides = total.tolist()
+        self.state.num_input_tokens_seen += int(tokens)
+        self.current_flos += flos
+        return items if counted and divides else None
 
     def _run_passes(self, model: Any, batches: list[Batch], weight: float, items: float | None) -> None:
         """Runs a forward and a backward pass for each batch, which together have `weight` of the step's samples."""
         rows = sum(rows for rows, _ in batches)
+        # Without items the Trainer divides the loss by this, but not if the model takes their number and ignores it.
+        times = self._host_batches if items is None and self._divides is False else 1
         share = None if items is None else torch.tensor(items * weight or 1.0, device=self.args.device)
         loss = torch.zeros(())
         with self._replicated.no_sync() if len(batches) > 1 else contextlib.nullcontext():
             for number, inputs in batches:
-                self.current_gradient_accumulation_steps = rows / number  # the Trainer divides the mean loss by it
+                self.current_gradient_accumulation_steps = rows / number / times
                 loss += self.training_step(model, inputs, share).float().cpu()
-                if weight:
-                    self.current_flos += float(self.floating_point_ops(inputs))
         if len(batches) > 1:
             self._replicated.sync_gradients()
         self._loss.value.grad = loss
@@ -273,7 +337,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.optimizer.step()
         self.control = handler.on_optimizer_step(args, self.state, self.control)
         learning_rate = self._get_learning_rate()
-        if not (self.accelerator.optimizer_step_was_skipped or type(self.lr_scheduler).__name__ in _AFTER_EVALUATION):
+        kinds = {kind.__name__ for kind in type(self.lr_scheduler).__mro__}
+        if not (self.accelerator.optimizer_step_was_skipped or kinds & _AFTER_EVALUATION):
             self.lr_scheduler.step()
         self._add_loss(float(self._loss.value.grad))
         model.zero_grad()
@@ -282,7 +347,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         self.control = handler.on_step_end(args, self.state, self.control)
         log_evaluate_save(tr_loss=self._tr_loss, grad_norm=grad_norm, epoch=epoch, learning_rate=learning_rate)
         if self.control.should_epoch_stop:
-            raise paceline.errors.UnsupportedOp("a callback has set control.should_epoch_stop: all epochs are whole")
+            raise UnsupportedOp("a callback has set control.should_epoch_stop: all epochs are whole")
         if ends_epoch or self.control.should_training_stop:
             self.control = handler.on_epoch_end(args, self.state, self.control)
             log_evaluate_save(tr_loss=self._tr_loss, grad_norm=grad_norm, epoch=epoch, learning_rate=learning_rate)
@@ -314,16 +379,19 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """Saves a checkpoint on rank 0, which gets its name once it is whole."""
         output, step = self.args.output_dir, self.state.global_step
         name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        self._staging = os.path.join(output, f"{_STAGING}{os.getpid()}")
+        self._staging = os.path.join(output, f"{_STAGING}{os.uname().nodename}-{os.getpid()}")
         try:
             if self.args.should_save:
                 super()._save_checkpoint(model, trial)
-            if self.state.best_global_step == step:
-                self.state.best_model_checkpoint = os.path.join(output, name)
+            best = os.path.join(output, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if self.state.best_global_step == step or (self.state.best_global_step and os.path.isdir(best)):
+                self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self._publish(os.path.join(self._staging, name), os.path.join(output, name))
         finally:
             self._staging = ""
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(output, name))
 
     def _publish(self, staged: str, folder: str) -> None:
         """Gives a checkpoint its name, and removes old ones."""
@@ -335,6 +403,10 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if entry.name.startswith(_STAGING):  # of this process, or of one that was killed while it saved
                 shutil.rmtree(entry.path, ignore_errors=True)
         rotate_checkpoints(args.output_dir, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._staging:  # the folder is about to get its name
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging or str(super()._get_output_dir(trial))

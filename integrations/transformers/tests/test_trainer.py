@@ -25,6 +25,7 @@ pytestmark = [
 
 TUNE = Path(__file__).with_name("tune.py")
 TOGETHER = ("-n", "3", "--min", "2", "--restarts", "2")
+SAVED = {"struck", "checkpoint-4", "checkpoint-8", "checkpoint-12"}
 BEST = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
 
 
@@ -67,6 +68,10 @@ def end(run: Command) -> str:
     return str(said)
 
 
+def written(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith("here-")}
+
+
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     assert [each.keys() for each in found] == [each.keys() for each in expected]
     for one, other in zip(found, expected, strict=True):
@@ -95,16 +100,16 @@ def test_one_worker_has_the_bits_of_transformers_trainer(hosts: Command, tmp_pat
 
 def test_a_worker_that_is_killed_in_an_evaluation_changes_nothing_but_rounding(hosts: Command, tmp_path: Path) -> None:
     """The learning rate is low enough for differences of rounding to stay small."""
-    run = train(tmp_path, *TOGETHER, strike=["evaluation", 4, True], pace=0.2)
+    run = train(tmp_path, *TOGETHER, workers=3, strike=["evaluation", 4, 0], pace=0.2)
     assert (tmp_path / "struck").exists()
     assert_close(logs(run), logs(hosts))
     assert {float.fromhex(each["eval_rows"]) for each in logs(run) if "eval_rows" in each} == {100.0}
-    assert {path.name for path in tmp_path.iterdir()} == {"struck", "checkpoint-4", "checkpoint-8", "checkpoint-12"}
+    assert written(tmp_path) == SAVED
 
 
 def test_kills_a_join_and_a_drain_keep_the_bits(quiet: tuple[Command, Path], tmp_path: Path) -> None:
     """Rank 0 is killed when it has saved a checkpoint, and is replaced; then another worker has to leave."""
-    with started(tmp_path, *TOGETHER, bits=True, dropout=0.1, strike=["save", 4, True], pace=0.7) as run:
+    with started(tmp_path, *TOGETHER, bits=True, dropout=0.1, workers=3, strike=["save", 4, 0], pace=0.7) as run:
         run.wait_for("made step 6", timeout=120.0)
         pid = re.findall(r"pid (\d+) made step 6", run.stdout)[-1]
         os.kill(int(pid), signal.SIGTERM)
@@ -112,18 +117,25 @@ def test_kills_a_join_and_a_drain_keep_the_bits(quiet: tuple[Command, Path], tmp
     assert (tmp_path / "struck").exists()
     assert logs(run) == logs(quiet[0])
     assert end(run) == end(quiet[0])
-    assert {path.name for path in tmp_path.iterdir()} == {"struck", "checkpoint-4", "checkpoint-8", "checkpoint-12"}
+    assert written(tmp_path) == SAVED
 
 
 def test_training_goes_on_from_a_checkpoint_with_another_number_of_workers(
     quiet: tuple[Command, Path], tmp_path: Path
 ) -> None:
+    """Rank 2 dies when the others know what their samples count, and before they have kept a sum."""
     before, folder = quiet
     (tmp_path / "checkpoint-4").symlink_to(folder / "checkpoint-4")
-    run = train(tmp_path, *TOGETHER, bits=True, dropout=0.1, resume=True, strike=["step", 7, True], pace=0.3)
+    run = train(tmp_path, *TOGETHER, bits=True, dropout=0.1, resume=True, workers=3, strike=["begin", 0, 2], pace=0.5)
     assert (tmp_path / "struck").exists()
     assert logs(run) == [each for each in logs(before) if each["step"] > 4]
     assert end(run) == end(before)
+
+
+@pytest.mark.exhaustive  # with the newest release always
+def test_a_model_that_ignores_the_number_of_items_has_the_losses_of_the_trainer(tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", host=True, ignores=True)
+    assert_close(logs(train(tmp_path / "together", "-n", "2", ignores=True)), logs(alone))
 
 
 @pytest.mark.exhaustive  # with the newest release always

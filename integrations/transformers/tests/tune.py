@@ -26,7 +26,10 @@ host: use transformers' own Trainer.
 bits: the same bits on any number of workers.
 resume: go on from the last checkpoint.
 pace: seconds that a step takes at least; so that a worker can come back in time.
-strike: where and in which step a worker is killed once, and whether it is the first one: ["evaluation", 4, true].
+strike: where, in which step and with which rank a worker is killed once: ["evaluation", 4, 0]; or ["begin", 0, 2], for
+    the first step that rank 2 begins.
+workers: how many must have started before the first step.
+ignores: the model takes the number of items that its loss should be divided by, and ignores it.
 stops: stop early, after the second evaluation.
 raises: the last sample that can be read.
 dropout: its probability.
@@ -61,8 +64,33 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[misc]
         if index > ASKED.get("raises", len(samples)):
             raise LookupError("no such text")
         labels = self.rows[index].clone()
-        labels[: index % 7] = -100
+        if not ASKED.get("ignores"):
+            labels[: index % 7] = -100
         return {"input_ids": self.rows[index], "labels": labels}
+
+
+class Ignoring(GPT2LMHeadModel):  # type: ignore[misc]
+    """As many models of transformers: BertForSequenceClassification is one."""
+
+    def forward(self, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+        return super().forward(**inputs)
+
+
+class Service(TrainerCallback):  # type: ignore[misc]
+    """Connects to a service as those of transformers do: once, and only in the process that logs."""
+
+    __module__ = "transformers.integrations"
+    _initialized = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._initialized:
+            self._initialized = True
+            if state.is_world_process_zero:
+                self.logged: list[Any] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.logged.append(logs)
 
 
 class Told(TrainerCallback):  # type: ignore[misc]
@@ -73,23 +101,29 @@ class Told(TrainerCallback):  # type: ignore[misc]
             told = {name: float(value).hex() for name, value in logs.items() if is_told(name)}
             say(f"logs {json.dumps({'step': state.global_step, **told})}")
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        while len([*FOLDER.glob("here-*")]) < ASKED.get("workers", 1):
+            time.sleep(0.05)
+        if args.process_index == 2:  # there are three of them
+            strike("begin", 0, args)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        strike("step", state.global_step + 1, state)
+        strike("step", state.global_step + 1, args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         say(f"made step {state.global_step}")
         time.sleep(ASKED.get("pace", 0.0))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        strike("evaluation", state.global_step, state)
+        strike("evaluation", state.global_step, args)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        strike("save", state.global_step, state)
+        strike("save", state.global_step, args)
 
 
-def strike(where: str, step: int, state: Any) -> None:
+def strike(where: str, step: int, args: Any) -> None:
     """Kills this process, if that is asked and none was killed before."""
-    if [where, step, state.is_world_process_zero] == ASKED.get("strike"):
+    if [where, step, args.process_index] == ASKED.get("strike"):
         try:
             (FOLDER / "struck").touch(exist_ok=False)
         except FileExistsError:
@@ -108,7 +142,7 @@ def main() -> None:
     torch.manual_seed(0)
     rate = ASKED.get("dropout", 0.0)
     sizes = {"vocab_size": 256, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = GPT2LMHeadModel(
+    model = (Ignoring if ASKED.get("ignores") else GPT2LMHeadModel)(
         GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_pdrop=rate, embd_pdrop=rate, resid_pdrop=rate)
     )
     arguments = {
@@ -130,9 +164,11 @@ def main() -> None:
         train_dataset=Texts(samples[:118]),  # the last step of an epoch has 6 samples
         eval_dataset=Texts(samples[500:]),
         compute_metrics=accuracy,
-        callbacks=[Told(), *([EarlyStoppingCallback(1, 10.0)] if ASKED.get("stops") else [])],
+        callbacks=[Told(), Service(), *([EarlyStoppingCallback(1, 10.0)] if ASKED.get("stops") else [])],
     )
     trainer.same_bits = bool(ASKED.get("bits"))
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"here-{os.getpid()}").touch()
     trainer.train(resume_from_checkpoint=ASKED.get("resume"))
     weights = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
     history = trainer.state.log_history

@@ -1,0 +1,117 @@
+"""Times the steps of `ElasticTrainer` beside those of a loop that is written by hand, in turns, on two workers.
+
+    python bench/trainer_overhead.py --rounds 6
+
+It needs transformers. Both train the same GPT-2 on the same samples, with the same optimizer, schedule and clipping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+WIDTH, LAYERS, WINDOW, BATCH = 192, 4, 64, 16
+"""1.8 M parameters; samples of a step, over both workers."""
+SETTINGS = {"max_steps": 80, "learning_rate": 1e-3, "logging_steps": 10}
+
+
+def model_and_samples() -> tuple[Any, list[dict[str, Any]]]:
+    """Returns a model that is the same each time, and samples of random bytes."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": WINDOW, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
+    rows = torch.randint(256, (512, WINDOW))
+    return GPT2LMHeadModel(GPT2Config(**sizes)), [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train_with_trainer() -> list[float]:
+    """Returns when each step ended."""
+    from transformers import TrainerCallback, TrainingArguments
+
+    from paceline_transformers import ElasticTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+    model, samples = model_and_samples()
+    args = TrainingArguments(
+        "/tmp/unused",
+        per_device_train_batch_size=BATCH,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **SETTINGS,
+    )
+    ElasticTrainer(model, args, train_dataset=samples, callbacks=[Clock()]).train()
+    return ends
+
+
+def train_by_hand() -> list[float]:
+    """Returns when each step ended."""
+    import torch
+    from transformers import default_data_collator, get_linear_schedule_with_warmup
+
+    import paceline
+    import paceline.torch
+
+    model, samples = model_and_samples()
+    ends: list[float] = []
+    with (
+        paceline.torch.ElasticDataLoader(samples, collate_fn=default_data_collator) as loader,
+        paceline.join() as session,
+    ):
+        ddp = paceline.torch.DDP(model, session.group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], weight_decay=0.0, fused=True)
+        schedule = get_linear_schedule_with_warmup(optimizer, 0, int(SETTINGS["max_steps"]))
+        sampler = paceline.ElasticSampler(len(samples), BATCH)
+        state = paceline.TrainState(model=ddp, optimizer=optimizer, schedule=schedule, sampler=sampler)
+        model.train()
+        for step in session.steps(state, total=int(SETTINGS["max_steps"])):
+            with step:
+                optimizer.zero_grad()
+                ddp.backward(ddp(**loader.batch(step)).loss, step.weight)
+                ddp.clip_grad_norm(1.0)
+                optimizer.step()
+                schedule.step()
+                ends.append(time.perf_counter())
+    return ends
+
+
+def main() -> None:
+    """Compares; or trains one way, if the environment names it."""
+    ways = {"trainer": train_with_trainer, "by hand": train_by_hand}
+    if way := os.environ.get("WAY"):
+        ends = ways[way]()
+        took = [after - before for before, after in itertools.pairwise(ends[10:])]
+        print(f"median {statistics.median(took) * 1e3:.3f} ms", flush=True)
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=6)
+    rounds = parser.parse_args().rounds
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in list(ways)[:: 1 if number % 2 else -1]:
+            command = [sys.executable, "-m", "paceline", "run", "-n", "2", __file__]
+            said = subprocess.run(command, env={**os.environ, "WAY": way}, capture_output=True, text=True, check=True)
+            found[way].append(max(map(float, re.findall(r"median ([\d.]+) ms", said.stdout))))
+    for way, medians in found.items():
+        print(f"{way}: {statistics.median(medians):.2f} ms a step, median of {rounds} runs")
+    ratios = [one / other for one, other in zip(found["trainer"], found["by hand"], strict=True)]
+    print(f"ratio of pairs: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
