@@ -54,6 +54,19 @@ class Run:
     def begin(self, *handlers: RendezvousHandler) -> list[Future[Any]]:
         return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
 
+    def begin_until(self, size: int, handler: RendezvousHandler) -> Future[Any]:
+        """The agent meets as torch's does, round after round, until there are so many of them.
+
+        An agent that waits may begin a round alone, before one whose round is over has come back.
+        """
+
+        def meet() -> Any:
+            while (told := handler.next_rendezvous()).world_size < size:
+                until_over(handler)
+            return told
+
+        return self._pool.submit(meet)
+
     def close(self) -> None:
         for handler in self._handlers:
             handler.shutdown()
@@ -125,11 +138,10 @@ def test_a_newly_waiting_agent_ends_the_round(run: Callable[..., Run]) -> None:
     (alone,) = agents.meet(first := agents.agent())
     assert alone.world_size == 1
     alone.store.set("ranks", "of this round")
-    (late,) = agents.begin(second := agents.agent())
+    late = agents.begin_until(2, second := agents.agent())
     until_over(first)
-    (told,) = agents.meet(first)
+    told = agents.begin_until(2, first).result(30)
     assert {told.rank, late.result(20).rank} == {0, 1}
-    assert told.world_size == 2
     assert not told.store.check(["ranks"])
     assert not second.num_nodes_waiting()
 
@@ -201,10 +213,9 @@ def test_an_unreachable_coordinator_is_skipped() -> None:
     """Of several, the first is dead; a newcomer is noticed all the same."""
     with coordinator() as place, contextlib.closing(Run(f"127.0.0.1:{free_port()},{place}", (1, 2))) as agents:
         agents.meet(first := agents.agent())
-        (late,) = agents.begin(agents.agent())
+        late = agents.begin_until(2, agents.agent())
         until_over(first)
-        agents.meet(first)
-        assert late.result(20).world_size == 2
+        assert agents.begin_until(2, first).result(30).rank != late.result(20).rank
 
 
 def test_a_join_timeout_says_how_many_agents_are_missing(run: Callable[..., Run]) -> None:
