@@ -32,7 +32,7 @@ def test_an_adapter_trains_with_sft_trainer_through_a_kill(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     with script(TUNE, HOST="1", FOLDER=str(tmp_path / "host"), **told) as run:
         expected = losses(run)
-    bounds = ("-n", "2", "--min", "1", "--restarts", "1")
+    bounds = ("-n", "2", "--restarts", "1")
     with command("run", *bounds, str(TUNE), FOLDER=str(tmp_path / "elastic"), **told) as run:
         found = losses(run)
     assert (tmp_path / "elastic" / "struck").exists(), str(run)
