@@ -161,8 +161,8 @@ def main() -> None:
     trainer = (Trainer if ASKED.get("host") else ElasticTrainer)(
         model,
         TrainingArguments(**arguments, report_to=[], use_cpu=True, disable_tqdm=True, seed=3),
-        # The last step of an epoch has 6 samples. A model that ignores their number gets whole steps only: its loss is a
-        # mean over each batch, and the Trainer gives a short batch as much weight as a full one.
+        # The last step of an epoch has 6 samples. A model that ignores their number gets whole steps only: its loss is
+        # a mean over each batch, and the Trainer gives a short batch as much weight as a full one.
         train_dataset=Texts(samples[: 112 if ASKED.get("ignores") else 118]),
         eval_dataset=Texts(samples[500:]),
         compute_metrics=accuracy,
