@@ -17,8 +17,8 @@ import sys
 import time
 from typing import Any
 
-WIDTH, LAYERS, WINDOW, BATCH = 192, 4, 64, 16
-"""1.8 M parameters; samples of a step, over both workers."""
+WIDTH, LAYERS, WINDOW, BATCH = 96, 3, 64, 16
+"""0.4 M parameters; samples of a step, over both workers."""
 SETTINGS = {"max_steps": 80, "learning_rate": 1e-3, "logging_steps": 10}
 
 
