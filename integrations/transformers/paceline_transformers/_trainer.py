@@ -83,7 +83,9 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     _divides: bool | None = None
     """Whether the model divides its loss by the number of items that it is told; None if that is not known yet."""
     _reported: int | None = None
-    """How many lines of the log callbacks have heard; None outside of the loop over steps."""
+    """How many lines of the log rank 0 has told callbacks; None outside of the loop over steps."""
+    _heard = 0
+    """How many lines there were when this worker's callbacks last heard of them."""
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Joins the job, and trains; the Trainer's `train` calls this."""
@@ -239,11 +241,15 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     def _tell_logs(self) -> None:
         """Tells callbacks what the step before has logged.
 
-        Each worker knows by now whether it is the one to tell, also if the one with rank 0 died in the step.
+        Rank 0 may have died in that step, also if the others do not know it yet: then they tell it when this step
+        begins anew. So they count it as told only once rank 0 takes part in this step.
         """
-        history, before = self.state.log_history, self._reported
-        self._reported = len(history)
-        for entry in history[self._reported if before is None else before :]:
+        history = self.state.log_history
+        self._heard = len(history)
+        before = self._heard if self._reported is None else self._reported
+        if self._reported is None or self.state.is_world_process_zero:
+            self._reported = self._heard
+        for entry in history[before:]:
             if entry["step"] == self.state.global_step:  # a worker that comes back has heard less
                 logs = {name: value for name, value in entry.items() if name != "step"}
                 before_log = dataclasses.replace(self.control, should_log=False)
@@ -307,6 +313,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         total = np.array([*map(sum, zip(_Counts(), *own.values(), strict=True)), bool(self._divides)], np.float64)
         if session.size > 1:
             total = session.group.all_reduce(total, label="items")
+            self._reported = self._heard  # rank 0 is there, and has told its log before it began this step
         items, counted, tokens, flos, divides = total.tolist()
         self.state.num_input_tokens_seen += int(tokens)
         self.current_flos += flos
