@@ -1,4 +1,4 @@
-"""What the Trainer counts, as a part of the training state: undone with a step, and given to workers that join."""
+"""The Trainer's counters as a part of the training state. They are undone with a step, and newcomers take them over."""
 
 from __future__ import annotations
 

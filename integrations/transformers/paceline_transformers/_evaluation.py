@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 import paceline
 
 _PADDING = -100
-"""What the Trainer pads predictions and labels with."""
+"""The Trainer pads predictions and labels with this value."""
 
 
 def can_share(trainer: Any, loader: Any) -> bool:

@@ -55,7 +55,7 @@ def train(folder: Path, *options: str, **asked: Any) -> Command:
 
 
 def logs(run: Command) -> list[dict[str, Any]]:
-    """What was logged, in the order of steps. Nothing was logged twice, by whichever process."""
+    """Returns the lines of the log in the order of steps, and checks that no line came twice."""
     found = [json.loads(line) for line in re.findall(r"logs (\{.*\})", run.stdout)]
     kinds = [(each["step"], "eval_loss" in each) for each in found]
     assert len(set(kinds)) == len(kinds), str(run)
@@ -63,7 +63,7 @@ def logs(run: Command) -> list[dict[str, Any]]:
 
 
 def end(run: Command) -> str:
-    """What all workers say that saw the end: the last step, a digest of the weights, the length of the history."""
+    """Returns the last step, the digest of the weights and the length of the history, on which all workers agree."""
     (said,) = set(re.findall(r"ends at (step .*)", run.stdout))
     return str(said)
 
