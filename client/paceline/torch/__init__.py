@@ -23,6 +23,7 @@ from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
     from paceline.torch._data_loader import ElasticDataLoader
+    from paceline.torch._elastic_batches import BatchPart, ElasticBatches
     from paceline.torch._local_training import DiLoCo, LocalSGD
     from paceline.torch._replicate import Replicated, replicate
     from paceline.torch._stream_loader import ElasticStreamLoader
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DDP",
     "FSDP",
+    "BatchPart",
     "DiLoCo",
+    "ElasticBatches",
     "ElasticDataLoader",
     "ElasticStreamLoader",
     "LocalSGD",
@@ -46,7 +49,9 @@ __all__ = [
 _HOME = {
     "DDP": "paceline.torch.ddp",
     "FSDP": "paceline.torch.fsdp",
+    "BatchPart": "paceline.torch._elastic_batches",
     "DiLoCo": "paceline.torch._local_training",
+    "ElasticBatches": "paceline.torch._elastic_batches",
     "ElasticDataLoader": "paceline.torch._data_loader",
     "ElasticStreamLoader": "paceline.torch._stream_loader",
     "LocalSGD": "paceline.torch._local_training",
