@@ -1,8 +1,9 @@
-"""Times the steps of `ElasticTrainer` beside those of a loop that is written by hand, in turns, on two workers.
+"""Times steps of transformers' Trainer and of Lightning beside those of a loop written by hand, on two workers.
 
     python bench/trainer_overhead.py --rounds 6
 
-It needs transformers. Both train the same GPT-2 on the same samples, with the same optimizer, schedule and clipping.
+It needs transformers and Lightning. All train the same GPT-2 on the same samples, with the same optimizer, schedule and
+clipping.
 """
 
 from __future__ import annotations
@@ -59,6 +60,52 @@ def train_with_trainer() -> list[float]:
     return ends
 
 
+def train_with_lightning() -> list[float]:
+    """Returns when each step ended."""
+    import lightning
+    import torch
+    from transformers import default_data_collator, get_linear_schedule_with_warmup
+
+    from paceline_lightning import PacelineStrategy
+
+    ends: list[float] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=SETTINGS["learning_rate"], weight_decay=0.0, fused=True)
+            schedule = get_linear_schedule_with_warmup(optimizer, 0, int(SETTINGS["max_steps"]))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    model, samples = model_and_samples()
+    trainer = lightning.Trainer(
+        max_steps=int(SETTINGS["max_steps"]),
+        strategy=PacelineStrategy(),
+        accelerator="cpu",
+        devices=1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=int(SETTINGS["logging_steps"]),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = torch.utils.data.DataLoader(samples, BATCH, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    trainer.fit(Module(model.train()), loader)
+    return ends
+
+
 def train_by_hand() -> list[float]:
     """Returns when each step ended."""
     import torch
@@ -92,7 +139,7 @@ def train_by_hand() -> list[float]:
 
 def main() -> None:
     """Compares; or trains one way, if the environment names it."""
-    ways = {"trainer": train_with_trainer, "by hand": train_by_hand}
+    ways = {"trainer": train_with_trainer, "lightning": train_with_lightning, "by hand": train_by_hand}
     if way := os.environ.get("WAY"):
         ends = ways[way]()
         took = [after - before for before, after in itertools.pairwise(ends[10:])]
@@ -109,8 +156,9 @@ def main() -> None:
             found[way].append(max(map(float, re.findall(r"median ([\d.]+) ms", said.stdout))))
     for way, medians in found.items():
         print(f"{way}: {statistics.median(medians):.2f} ms a step, median of {rounds} runs")
-    ratios = [one / other for one, other in zip(found["trainer"], found["by hand"], strict=True)]
-    print(f"ratio of pairs: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    for way in ("trainer", "lightning"):
+        ratios = [one / other for one, other in zip(found[way], found["by hand"], strict=True)]
+        print(f"{way}: ratio of pairs {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":
