@@ -78,7 +78,7 @@ def test_ranks_share_out_each_batch_in_order(dataset: Any, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 13])
-def test_scaled_losses_add_up_to_the_means_over_whole_batches(world: int) -> None:
+def test_the_sum_of_scaled_losses_over_ranks_is_the_loss_of_one_process(world: int) -> None:
     with ElasticBatches(DataLoader(NUMBERS, 4), per_step=3) as batches:
         for step in range(2):
             weights = [batches.sampler.current(rank, world)[1] for rank in range(world)]
@@ -99,7 +99,7 @@ def test_one_rank_has_the_batches_of_the_loader_unscaled() -> None:
     assert [part.batch.tolist() for part in parts] == [NUMBERS[:4], NUMBERS[4:8]]
 
 
-def test_the_order_is_that_of_the_loaders_sampler() -> None:
+def test_batches_come_in_the_order_of_the_sampler() -> None:
     sampler = Turning()
     batches: Any = BatchSampler(sampler, 4, drop_last=True)  # type: ignore[arg-type]
     with ElasticBatches(DataLoader(NUMBERS, batch_sampler=batches), limit=2) as elastic:

@@ -33,7 +33,7 @@ _FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_gr
 
 
 class Bookkeeping:
-    """The progress of the loops, callbacks, values that are logged, torchmetrics, and what rank 0 is to do later."""
+    """The counters of the loops, the callbacks, logged values, torchmetrics, and the work that waits in `Later`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -25,9 +25,9 @@ class _Value(NamedTuple):
     owner: Any
     name: str
     before: Any
-    """What it was before the pass, for a sum or a list."""
+    """The value before the pass; None for a minimum or maximum."""
     mine: Any
-    """What this worker has added; for an extreme the whole value."""
+    """This worker's contribution: the increase, the new elements of a list, or its own minimum or maximum."""
 
 
 class _Changed:
@@ -44,7 +44,10 @@ class _Changed:
 
 
 class Gains:
-    """What a pass, or an evaluation, adds to the values that are logged and to metrics; made before it begins."""
+    """The increase of logged values and metrics in a pass or an evaluation, which all workers add up.
+
+    It keeps the values as they are when it is made, so make it before the pass begins.
+    """
 
     def __init__(self, results: Any, metrics: Sequence[Metric]) -> None:
         self._results = results
@@ -68,8 +71,8 @@ class Gains:
             group: the workers.
             weight: this worker's part of the samples; nothing of what it has added counts if that is 0.
             rows: its number of samples; 0 if it has added up several batches.
-            numbers: further ones.
-            flag: a further condition.
+            numbers: other numbers to average, such as a loss.
+            flag: a condition that may hold on some of the workers.
             usual: number of rows of a whole batch.
 
         Returns:
@@ -114,14 +117,14 @@ class Gains:
             setattr(value.owner, value.name, [*value.before, torch.from_numpy(np.ascontiguousarray(every)).to(own)])
 
     def _mean_terms(self, result: Any, weight: float, odd_sizes: set[int]) -> NDArray[np.float64]:
-        """Returns what is added up for a mean: the sum over samples, their number; and what `_add_mean` looks at."""
+        """Returns the numbers to add up for a mean: the sum over samples, their number, and three for `_add_mean`."""
         before = self._before(result)
         total = float(result.value) - float(before["value"])
         size = int(result.cumulated_batch_size) - int(before["cumulated_batch_size"])
         return np.array([total, size, size * size, size in odd_sizes, weight * total / max(size, 1)])
 
     def _add_mean(self, result: Any, total: NDArray[np.float64], counted: int) -> None:
-        """Adds what `counted` workers have to a mean.
+        """Adds the contributions of `counted` workers to a mean.
 
         A module may give the loader's batch size, or 1, as a constant `batch_size=`, which is not the number of a
         worker's rows then. It is taken once, so that a batch weighs the same whatever the number of workers.

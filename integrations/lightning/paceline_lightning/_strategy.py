@@ -80,7 +80,7 @@ class PacelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning
         self.session: paceline.Session | None = None
         self.global_rank: int = int(os.environ.get("PACELINE_LOCAL_RANK", "0"))
         self.later = Later(super().remove_checkpoint)
-        """What rank 0 does once the present step is committed."""
+        """Work of rank 0 that waits until the present step is committed."""
         self.part: paceline.torch.BatchPart | None = None
         """The batch that is going through the module."""
         self.together = False
@@ -324,7 +324,7 @@ class PacelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning
         self.trainer.should_stop = self.stops
 
     def finish(self) -> None:
-        """Does what waits for the next step, because none comes."""
+        """Does the work that waits for the next step, because no step comes."""
         self.later.begin_step()
         self.later.do(self.is_global_zero)
 

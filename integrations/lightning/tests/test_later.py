@@ -1,4 +1,4 @@
-"""Rank 0 tells a log once, and gives checkpoints their names, whoever dies and whatever is undone."""
+"""Rank 0 logs each line once and names each checkpoint, also if rank 0 dies or a step is undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the strategy cannot do is refused with a reason, before training begins."""
+"""The strategy refuses features that it does not support, and says why."""
 
 from __future__ import annotations
 

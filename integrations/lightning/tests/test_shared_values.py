@@ -1,4 +1,4 @@
-"""What ranks log, and their metrics, become those of one process that has all rows."""
+"""Logged values and metrics are the same on all ranks: those of one process that has all rows."""
 
 from __future__ import annotations
 
