@@ -190,7 +190,8 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
             if fault.at == phase and not elsewhere and (step is None or fault._fits(step)):
                 fault.strike()
 
-    _after(TrainingLoop, "begin", lambda line, step: current.__setitem__(0, step))
+    # A step that failed as it began is no step. The last one stays, so that faults without a step know the rank.
+    _after(TrainingLoop, "begin", lambda line, step: step and current.__setitem__(0, step))
     begin, recv = Exchange.begin, Exchange.recv
 
     def beginning(exchange: Any, operation: int, signature: bytes) -> Any:
