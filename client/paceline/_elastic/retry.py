@@ -75,6 +75,8 @@ class Attempt:
 
 def attempts(loop: TrainingLoop | None, group: Group, mates: Alone = ALONE) -> Iterator[Attempt]:
     """Yields attempts until one completes; see `Session.retry`."""
+    if loop is not None and loop.overtaken:
+        return
     failures = FailedAttempts()
     if loop is None or loop.done or loop.left:  # nothing would run the block again
         mates = ALONE

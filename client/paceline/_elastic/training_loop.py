@@ -152,8 +152,14 @@ class TrainingLoop:
             if self._member.phase is not Phase.READY and not self.done:
                 self._meeting_wait.poll()
 
+    @property
+    def overtaken(self) -> bool:
+        """True if the others have gone on without this member since its last step: it skips blocks between steps."""
+        return self._overtaken
+
     def begin(self) -> Step | None:
         """Returns the next step, entered with its word; None if the generation failed before the step began."""
+        self._overtaken = False
         self._counters.step_begins()
         self.guard.begin()
         if self._job_line.inbox.draining and not self._member.leaving:
@@ -334,7 +340,6 @@ class TrainingLoop:
 
     def retry(self) -> BlockOutcome:
         """Goes on to the next generation, without newcomers, after a failure in a block between two steps."""
-        self._overtaken = False
         self._member.closed = True
         if self.mates.size > 1:
             self._await_cause("has stopped in a block between steps: another rank of its replica has")

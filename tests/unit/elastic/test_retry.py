@@ -23,7 +23,11 @@ class Scene:
         fault = SimpleNamespace(failed=False, error=lambda: PeerLost("rank 1 is gone"))
         self.fault = fault
         self.line: Any = SimpleNamespace(
-            done=False, left=False, retry=lambda: outcomes.pop(0), block_done=lambda: self.done.append("done")
+            done=False,
+            left=False,
+            overtaken=False,
+            retry=lambda: outcomes.pop(0),
+            block_done=lambda: self.done.append("done"),
         )
         self.group: Any = SimpleNamespace(
             mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, ban_reason=BETWEEN_STEPS
@@ -68,4 +72,11 @@ def test_an_overtaken_block_is_not_run_again() -> None:
     """It had no seat for a hundred steps; the others are in a step now, and would take its block for another call."""
     scene = Scene([BlockOutcome.OVERTAKEN], ended=False)
     assert scene.run() == [False]
+    assert scene.done == []
+
+
+def test_an_overtaken_member_skips_further_blocks_before_its_next_step() -> None:
+    scene = Scene([], ended=True)
+    scene.line.overtaken = True
+    assert scene.run() == []
     assert scene.done == []
