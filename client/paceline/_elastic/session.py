@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from paceline import errors
 from paceline._base.processes import check_process
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from paceline._elastic.retry import Attempt
     from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
+    from paceline._elastic.step_parts import Loader, StepParts
     from paceline._elastic.training_loop import TrainingLoop
     from paceline._session.member import MemberConnection
+
+T = TypeVar("T")
 
 MAX_NAME_BYTES = 256
 """Longest name of a barrier (session.proto)."""
@@ -236,6 +239,37 @@ class Session(abc.ABC):
         if replay is not None:
             return replay.follow(run_steps(self._line, state), state)
         return run_steps(self._line, state)
+
+    def batches(self, state: TrainState, loader: Loader[T], *, total: int, **options: Any) -> StepParts[T]:
+        """Returns the parts of each step's samples, for code whose loop is over batches: `steps`, part by part.
+
+            loader = paceline.torch.ElasticBatches(DataLoader(dataset, 32), per_step=4)
+            batches = session.batches(state, loader, total=1000)
+            for part in batches:
+                with batches.step, contextlib.nullcontext() if batches.is_last else replicated.no_sync():
+                    (loss_of(part.batch) * part.scale / 4).backward()
+                    if batches.is_last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+        A step begins when the loop asks for its first part, and ends with the block of its last part. If it fails in a
+        block, the loop goes on with the first part of the next attempt. The body's code behind the block runs in undone
+        attempts too.
+
+        Args:
+            state: as for `steps`.
+            loader: an object with `parts(step)`, which returns a list of this rank's parts, equally long on all ranks.
+            total: as for `steps`.
+            options: as for `steps`.
+
+        Raises:
+            StepOrderError: a part was not used in its block.
+            PacelineError, SystemExit: as for `steps`.
+            Exception: the loader raised it.
+        """
+        from paceline._elastic.step_parts import StepParts
+
+        return StepParts(self.steps(state, total=total, **options), loader)
 
     def retry(self) -> Iterator[Attempt]:
         """Yields attempts at a block between two steps that changes no state, such as an evaluation.
