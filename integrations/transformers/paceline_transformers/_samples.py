@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,51 +15,24 @@ Batch = tuple[int, Any]
 
 
 class HostLoader:
-    """The data loader that the Trainer has made, `loader`: what it reads, in which order. Its length is in samples.
+    """The data loader that the Trainer has made, `loader`: what it reads, in which `order`. Its length is in samples.
 
     `rows` are the samples of its batches, and `seed` is for a sampler that draws its own seed.
     """
 
     def __init__(self, loader: Any, rows: int, seed: int) -> None:
-        if getattr(loader, "batch_sampler", None) is None or isinstance(
-            loader.dataset, torch.utils.data.IterableDataset
-        ):
+        batches = paceline.torch.ElasticBatches(loader, seed=seed)
+        if len(batches) > 1 and batches.rows != rows:
             raise UnsupportedOp(
-                f"ElasticTrainer shares out samples by their numbers, which {type(loader.dataset).__name__} does not "
-                "have: give it a dataset with __getitem__ and __len__"
+                f"ElasticTrainer divides batches of {rows} samples, and those of the sampler have {batches.rows}"
             )
         self.loader = loader
         self.seed = seed
-        self._rows = rows
-        batches = self._batches(0)
-        if batches != self._batches(0):
-            raise UnsupportedOp(
-                f"the sampler of {type(loader.dataset).__name__} gives another order each time, so workers would not "
-                "agree: let it depend on set_epoch(epoch), and give it no generator of its own"
-            )
-        if any(len(batch) != rows for batch in batches[:-1]):
-            raise UnsupportedOp(f"ElasticTrainer divides batches of {rows} samples, and those of the sampler differ")
-        self._length = sum(map(len, batches))
+        self.order = batches.sampler.order
+        self._rows, self._length = rows, batches.sampler.n
 
     def __len__(self) -> int:
         return self._length
-
-    def order(self, epoch: int) -> Sequence[int]:
-        """Returns the samples of an epoch in the order of the Trainer's own sampler."""
-        return [index for batch in self._batches(epoch) for index in batch]
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        loader = self.loader
-        things: tuple[Any, ...] = loader, loader.batch_sampler, getattr(loader.batch_sampler, "batch_sampler", None)
-        for thing in things:
-            if hasattr(thing, "set_epoch"):
-                thing.set_epoch(epoch)
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(self.seed + epoch)  # a sampler may draw its seed here
-        try:
-            return [list(batch) for batch in loader.batch_sampler]
-        finally:
-            torch.set_rng_state(before)
 
     def elastic(self) -> paceline.torch.ElasticDataLoader:
         """Returns a loader of the same dataset; each of its results is a list of `Batch`es."""

@@ -59,5 +59,7 @@ def test_loaders_that_cannot_be_shared_out_are_refused() -> None:
     own = WeightedRandomSampler([1.0] * 10, 10, generator=torch.Generator())
     with pytest.raises(UnsupportedOp, match="another order each time"):
         HostLoader(DataLoader(NUMBERS, batch_size=4, sampler=own), 4, seed=0)
-    with pytest.raises(UnsupportedOp, match="divides batches of 4 samples"):
+    with pytest.raises(UnsupportedOp, match="batches must have one size"):
         HostLoader(DataLoader(NUMBERS, batch_sampler=[[0, 1], [2, 3, 4, 5], [6]]), 4, seed=0)
+    with pytest.raises(UnsupportedOp, match="divides batches of 4 samples"):
+        HostLoader(DataLoader(NUMBERS, batch_size=2), 4, seed=0)
