@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 NEWEST = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline", "torch-newest")
-PYTORCH = ("tests/pytorch", "integrations/lightning", "integrations/torchrun", "integrations/transformers")
+PYTORCH = (
+    "tests/pytorch",
+    "integrations/accelerate",
+    "integrations/lightning",
+    "integrations/torchrun",
+    "integrations/transformers",
+)
 _NEWEST = (*PYTORCH, "integrations/torchtitan")
 
 _MOST = 8
