@@ -1,9 +1,9 @@
-"""Times steps of transformers' Trainer and of Lightning beside those of a loop written by hand, on two workers.
+"""Times steps of the Trainer, Lightning and accelerate beside those of a loop written by hand, on two workers.
 
     python bench/trainer_overhead.py --rounds 6
 
-It needs transformers and Lightning. All train the same GPT-2 on the same samples, with the same optimizer, schedule and
-clipping.
+It needs transformers, Lightning and accelerate. All train the same GPT-2 on the same samples, with the same optimizer,
+schedule and clipping.
 """
 
 from __future__ import annotations
@@ -32,6 +32,15 @@ def model_and_samples() -> tuple[Any, list[dict[str, Any]]]:
     sizes = {"vocab_size": 256, "n_positions": WINDOW, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4}
     rows = torch.randint(256, (512, WINDOW))
     return GPT2LMHeadModel(GPT2Config(**sizes)), [{"input_ids": row, "labels": row} for row in rows]
+
+
+def optimizer_and_schedule(model: Any) -> tuple[Any, Any]:
+    """Returns what the Trainer would make."""
+    import torch
+    from transformers import get_linear_schedule_with_warmup
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], weight_decay=0.0, fused=True)
+    return optimizer, get_linear_schedule_with_warmup(optimizer, 0, int(SETTINGS["max_steps"]))
 
 
 def train_with_trainer() -> list[float]:
@@ -64,7 +73,7 @@ def train_with_lightning() -> list[float]:
     """Returns when each step ended."""
     import lightning
     import torch
-    from transformers import default_data_collator, get_linear_schedule_with_warmup
+    from transformers import default_data_collator
 
     from paceline_lightning import PacelineStrategy
 
@@ -84,8 +93,7 @@ def train_with_lightning() -> list[float]:
             ends.append(time.perf_counter())
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=SETTINGS["learning_rate"], weight_decay=0.0, fused=True)
-            schedule = get_linear_schedule_with_warmup(optimizer, 0, int(SETTINGS["max_steps"]))
+            optimizer, schedule = optimizer_and_schedule(self)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     model, samples = model_and_samples()
@@ -106,10 +114,38 @@ def train_with_lightning() -> list[float]:
     return ends
 
 
-def train_by_hand() -> list[float]:
+def train_with_accelerate() -> list[float]:
     """Returns when each step ended."""
     import torch
-    from transformers import default_data_collator, get_linear_schedule_with_warmup
+    from accelerate import Accelerator
+    from transformers import default_data_collator
+
+    from paceline_accelerate import Steps
+
+    ends: list[float] = []
+    model, samples = model_and_samples()
+    loader = torch.utils.data.DataLoader(samples, BATCH, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, schedule, loader = accelerator.prepare(model.train(), *optimizer_and_schedule(model), loader)
+    last, every = int(SETTINGS["max_steps"]), int(SETTINGS["logging_steps"])
+    with Steps(accelerator, model, optimizer, loader, schedule, epochs=last, max_steps=last) as steps:
+        for _ in steps.epochs():
+            for batch in steps:
+                with steps.step:
+                    accelerator.backward(model(**batch).loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                if steps.number % every == 0:
+                    accelerator.log({"loss": steps.loss}, step=steps.number)
+                ends.append(time.perf_counter())
+    return ends
+
+
+def train_by_hand() -> list[float]:
+    """Returns when each step ended."""
+    from transformers import default_data_collator
 
     import paceline
     import paceline.torch
@@ -121,8 +157,7 @@ def train_by_hand() -> list[float]:
         paceline.join() as session,
     ):
         ddp = paceline.torch.DDP(model, session.group)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], weight_decay=0.0, fused=True)
-        schedule = get_linear_schedule_with_warmup(optimizer, 0, int(SETTINGS["max_steps"]))
+        optimizer, schedule = optimizer_and_schedule(model)
         sampler = paceline.ElasticSampler(len(samples), BATCH)
         state = paceline.TrainState(model=ddp, optimizer=optimizer, schedule=schedule, sampler=sampler)
         model.train()
@@ -139,7 +174,12 @@ def train_by_hand() -> list[float]:
 
 def main() -> None:
     """Compares; or trains one way, if the environment names it."""
-    ways = {"trainer": train_with_trainer, "lightning": train_with_lightning, "by hand": train_by_hand}
+    ways = {
+        "trainer": train_with_trainer,
+        "lightning": train_with_lightning,
+        "accelerate": train_with_accelerate,
+        "by hand": train_by_hand,
+    }
     if way := os.environ.get("WAY"):
         ends = ways[way]()
         took = [after - before for before, after in itertools.pairwise(ends[10:])]
@@ -156,7 +196,7 @@ def main() -> None:
             found[way].append(max(map(float, re.findall(r"median ([\d.]+) ms", said.stdout))))
     for way, medians in found.items():
         print(f"{way}: {statistics.median(medians):.2f} ms a step, median of {rounds} runs")
-    for way in ("trainer", "lightning"):
+    for way in ("trainer", "lightning", "accelerate"):
         ratios = [one / other for one, other in zip(found[way], found["by hand"], strict=True)]
         print(f"{way}: ratio of pairs {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
