@@ -9,7 +9,9 @@
     ray.init(address="auto")
     losses = paceline_ray.run(train, min_workers=2, max_workers=8, resources={"CPU": 4, "GPU": 1})
 
-Needs the extra "ray". Ray itself ships functions, arguments and results, by cloudpickle.
+With Ray Train, its `TorchTrainer` starts the workers, and `PacelineConfig` lets them die and be replaced.
+
+Needs the extra "ray", or "ray-train". Ray itself ships functions, arguments and results, by cloudpickle.
 """
 
 from __future__ import annotations
@@ -17,10 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline_ray._reports import report
+
 if TYPE_CHECKING:
     from paceline import Config
+    from paceline_ray._train import PacelineConfig
 
-__all__ = ["run"]
+__all__ = ["PacelineConfig", "report", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports Ray Train, and torch with it, when `PacelineConfig` is used."""
+    if name != "PacelineConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from paceline_ray._train import PacelineConfig
+
+    return PacelineConfig
 
 
 def run(

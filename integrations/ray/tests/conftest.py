@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 if find_spec("ray") is None:
     if is_required("ray"):
         raise RuntimeError("REQUIRE=ray, and Ray is not installed")
-    collect_ignore = ["test_ray_run.py", "test_ray_replicas.py"]
+    collect_ignore = ["test_ray_run.py", "test_ray_replicas.py", "test_ray_train.py"]
 
 
 @pytest.fixture(scope="session")
