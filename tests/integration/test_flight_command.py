@@ -45,6 +45,14 @@ def findings(*arguments: str, **environment: str) -> list[dict[str, Any]]:
     return found
 
 
+def findings_of_two_that_wait(*arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
+    """By kind, once two ranks have waited 0.5 s, and both have answered within the second that the command waits."""
+    found: dict[str, dict[str, Any]] = {}
+    while "wait" not in found or len(found["wait"]["waiting"]) < 2:
+        found = {each["kind"]: each for each in findings(*arguments, **environment)}
+    return found
+
+
 def test_flight_names_a_late_rank_without_stopping_training() -> None:
     with coordinator(token=TOKEN) as address, workers(3, JOB, COORDINATOR=address, JOB="late", TOKEN=TOKEN) as three:
         by_rank = {worker.expect("summed")["rank"]: worker for worker in three}
@@ -70,10 +78,7 @@ def test_flight_reports_no_answer_from_a_stopped_rank(tmp_path: Path) -> None:
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, JOB="stopped", FAILURE_TIMEOUT="60") as three:
         by_rank = {worker.expect("summed")["rank"]: worker for worker in three}
         by_rank[2].signal(signal.SIGSTOP)
-        found: dict[str, dict[str, Any]] = {}
-        # Until the others have waited 0.5 s, and both have answered within a second.
-        while "wait" not in found or len(found["wait"]["waiting"]) < 2:
-            found = {each["kind"]: each for each in findings("stopped", "--coordinator", address)}
+        found = findings_of_two_that_wait("stopped", "--coordinator", address)
         assert found["no answer"]["text"].endswith("has not answered within 1.0 s")
         assert list(found["no answer"]["missing"]) == ["2"]
         assert "has not answered" in found["wait"]["missing"]["2"]
@@ -83,6 +88,7 @@ def test_flight_names_the_dead_rank_live_and_from_dumps(tmp_path: Path) -> None:
     environment = {"FLIGHT_DIR": str(tmp_path), "JOB": "over", "FAILURE_TIMEOUT": "1"}
     with coordinator() as address, workers(3, JOB, COORDINATOR=address, **environment) as three:
         by_rank = {worker.expect("summed")["rank"]: worker for worker in three}
+        findings_of_two_that_wait("over", "--coordinator", address)  # else one may not begin to wait at all
         by_rank[2].signal(signal.SIGKILL)
         for rank in (0, 1):
             by_rank[rank].expect("error")
