@@ -46,8 +46,8 @@ import paceline_ray
 
 BATCH, WORKERS = 16, 2
 KILLED = (0.3, 0.43, 0.58, 0.83)
-"""When workers are killed, as parts of all steps. On average half of an interval between checkpoints is lost in Ray's
-own way; with these the four lose 1.56 intervals, and in #65047 they lost 1.29."""
+"""The steps at which workers are killed, as parts of all steps. On average half of an interval between checkpoints is
+lost in Ray's own way; with these the four lose 1.56 intervals, and in #65047 they lost 1.29."""
 
 
 class ViT(nn.Module):
@@ -69,7 +69,7 @@ class ViT(nn.Module):
 
 
 class Diary:
-    """What one process tells, in a file of its own."""
+    """The events of one process, in a file of its own."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

@@ -20,7 +20,7 @@ from paceline.errors import UnsupportedOp
 
 @dataclass(slots=True)
 class Block:
-    """What a worker keeps of a block between steps from one attempt to the next."""
+    """The state of a block between steps that a worker keeps from one attempt to the next."""
 
     done: bool = False
     """Whether this worker has logged and saved, as rank 0."""
@@ -30,7 +30,7 @@ class Block:
 
 @dataclass(slots=True)
 class _Due:
-    """What rank 0 does at the end of the block."""
+    """A call that rank 0 makes at the end of the block."""
 
     do: Callable[..., Any]
     args: Sequence[Any] = ()

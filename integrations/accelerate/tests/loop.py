@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 import paceline_accelerate
 
 ASKED: dict[str, Any] = json.loads(os.environ["ASKED"])
-"""What differs:
+"""The settings of a test:
 
 folder: where the log and checkpoints go.
 host: train without Paceline.

@@ -1,4 +1,4 @@
-"""What the workers gather of a shared loader is what one process has, in its order."""
+"""The workers gather the rows of a shared loader as one process has them, in its order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream(IterableDataset):  # type: ignore[misc]
 
 
 def gathered(world: int, loader: Any, of: Callable[[torch.Tensor], Any]) -> list[list[Any]]:
-    """What each rank gathers for the batches of a loader."""
+    """Returns the results that each rank gathers for the batches of a loader."""
 
     def rank(group: Group) -> list[Any]:
         together = Together(group, Block())
@@ -100,7 +100,7 @@ def test_rows_that_are_not_those_of_the_batch_are_refused() -> None:
 
 
 def finish(made: Sequence[bool], attempts: int = 1) -> list[list[Any]]:
-    """What each rank logs and does, if each logs its rank, and these have made the step."""
+    """Returns the calls of each rank, if each logs its rank, and these have made the step."""
 
     def rank(group: Group) -> list[Any]:
         block, told = Block(), []

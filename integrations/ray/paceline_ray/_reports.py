@@ -1,4 +1,4 @@
-"""What elastic workers tell Ray Train: the metrics and the checkpoint of each step, once.
+"""The reports of elastic workers to Ray Train: the metrics and the checkpoint of each step, once.
 
 `ray.train.report` waits until all workers have called it, the dead ones and their replacements too. Here one member of
 the view puts its report on a desk, an actor that outlives workers, and the controller takes it from there.
@@ -94,7 +94,7 @@ def use_reporter(reporter: Reporter) -> None:
 def report(
     session: Session, step: Step, metrics: Mapping[str, Any], save: Callable[[Path], None] | None = None
 ) -> None:
-    """Reports a step to Ray Train, once, whoever is lost meanwhile; in place of `ray.train.report`.
+    """Reports a step to Ray Train once, also if workers are lost meanwhile; use it in place of `ray.train.report`.
 
         for step in session.steps(state, total=1000):
             with step:

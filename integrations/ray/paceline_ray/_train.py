@@ -95,7 +95,7 @@ class _PacelineBackend(Backend):  # type: ignore[misc]
         self._settings: WorkerSettings | None = None
         self._reporter: Reporter | None = None
         self._coordinator = ExitStack()
-        self._asks = False  # while it asks who is alive
+        self._asks = False  # True while it asks which workers are alive
 
     def on_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:
         """Tells workers how to join: all of a new group, or one that replaces another."""
