@@ -23,8 +23,8 @@ from paceline_accelerate._together import Block, Together
 _IN_NO_VIEW = 1
 """The rank of a worker that is in no view: it neither logs nor saves."""
 
-_USERS = ("log", "save_state", "save_model")
-"""Methods of an Accelerator that all processes call, and which log or save on the first."""
+_ONCE = ("log", "save_state", "save_model")
+"""Methods of an Accelerator that log or save on rank 0, and that all workers call."""
 
 _GATHERS = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
@@ -219,7 +219,7 @@ class Steps:
             "init_trackers": self._init_trackers,
             "check_trigger": self._check_trigger,
             "register_for_checkpointing": self._register,
-            **{name: partial(self._once, name) for name in _USERS},
+            **{name: partial(self._once, name) for name in _ONCE},
             **{name: partial(self._gather, name) for name in _GATHERS},
         }
         for name, method in methods.items():

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from unit.elastic.fakes import Counter, ForeignModel, ForeignOptimizer, framework
-from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed
+from unit.elastic.solo import Training, fail, undisturbed
 
 import paceline
 from paceline._elastic import rules
 from paceline._elastic.parts import StatePart
 from paceline._elastic.state import TrainState
 from paceline.errors import StepOrderError
-
-
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
-    with paceline.join() as joined:
-        yield joined
 
 
 def test_an_optimizer_whose_model_is_not_in_the_state_is_refused(session: Any) -> None:

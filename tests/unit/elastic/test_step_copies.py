@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from unit.elastic.solo import ENVIRONMENT, Training, fail
+from unit.elastic.solo import Training, fail
 
 import paceline
 from paceline.errors import PeerLost, StepOrderError, UnsupportedOp
 
 TOTAL = 3
-
-
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
-    with paceline.join() as joined:
-        yield joined
 
 
 class Two(Training):

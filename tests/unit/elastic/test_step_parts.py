@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from unit.elastic.solo import ENVIRONMENT, Training, fail, undisturbed
+from unit.elastic.solo import Training, fail, undisturbed
 
-import paceline
 from paceline.errors import StepOrderError
 
 
@@ -24,14 +22,6 @@ class Halves:
         if fails is not None:
             fails()
         return [step.indices[: len(step.indices) // 2], step.indices[len(step.indices) // 2 :]]
-
-
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
-    with paceline.join() as joined:
-        yield joined
 
 
 def test_each_step_is_open_from_its_first_part_to_its_last(session: Any) -> None:

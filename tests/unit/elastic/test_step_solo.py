@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from unit.elastic.solo import BATCH, ENVIRONMENT, SAMPLES, Training, fail, undisturbed
+from unit.elastic.solo import BATCH, SAMPLES, Training, fail, undisturbed
 
 import paceline
 from paceline.errors import PeerLost, StepOrderError, StepVoid, UnsupportedOp
-
-
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ENVIRONMENT:
-        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
-    with paceline.join() as joined:
-        yield joined
 
 
 def test_a_step_gives_its_number_batch_and_random_numbers(session: Any) -> None:
