@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -180,6 +181,31 @@ def test_a_moved_door_answers_only_at_its_new_address() -> None:
         assert "refused" in trouble
         assert len(door._servers) == 1
         assert servers == [2], "nothing has broken off yet when it is told"
+
+
+class _Stuck:
+    """A server that does not say that it has stopped, as grpc's while it writes to a host that is gone."""
+
+    def __init__(self, server: aio.Server, until: asyncio.Event) -> None:
+        self._server = server
+        self._until = until
+
+    async def stop(self, grace: float | None) -> None:
+        await self._server.stop(grace)
+        await self._until.wait()
+
+
+def test_a_door_moves_and_closes_without_waiting_for_a_server_that_does_not_stop() -> None:
+    thread, until = loop_thread(), asyncio.Event()
+    with _door("b") as (door, before):
+        door._servers[0] = cast("aio.Server", _Stuck(door._servers[0], until))
+        now = f"127.0.0.2:{thread.run(door.move('127.0.0.2', 0, lambda: None))}"
+        assert _tried([_peer(0, "b", now)], Knocker("b", now)) == []
+        assert _tried([_peer(0, "b", before)], Knocker("b", now), patience=PATIENCE)
+        assert len(door._stopping) == 1
+        door._servers[0] = cast("aio.Server", _Stuck(door._servers[0], until))
+    assert len(door._stopping) == 2
+    thread.loop.call_soon_threadsafe(until.set)
 
 
 def test_a_door_that_cannot_move_keeps_its_address() -> None:

@@ -60,6 +60,10 @@ If a message is longer than this, grpc breaks the stream."""
 LAST_WORD_SECONDS = 2.0
 """Seconds for the last message on each stream when the door closes. It is written at once unless this host is busy."""
 
+STOP_SECONDS = 0.5
+"""Seconds that a door waits for grpc's server to stop. grpc lets a write end first, and one to a host that is gone ends
+after `DoorLimits.pong_s`. Meanwhile this member could not say where it is now, or leave."""
+
 _SERVICE = "pacelinepb.v1.PeerService"
 
 _DEFAULT = Config()
@@ -126,6 +130,7 @@ class Door:
             least_s=limits.least_knock_s,
         )
         self._servers: list[aio.Server] = []  # one; two while the address changes
+        self._stopping: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[None] | None = None
         self._mesh: GrpcMesh | None = None
         self._entered = asyncio.Event()
@@ -195,9 +200,9 @@ class Door:
             self._guard.ports = {found}
         bound()
         await self.kinds.start(host)
-        while len(self._servers) > 1:
-            await self._servers[0].stop(None)
-            del self._servers[0]
+        *former, present = self._servers
+        self._servers = [present]
+        await self._stop(former, None)
         return found
 
     def enter(self, mesh: GrpcMesh) -> None:
@@ -215,7 +220,18 @@ class Door:
         self.kinds.close()
         if self._starting is not None:  # grpc crashes if a server is stopped before, or while, it starts
             await asyncio.wait([self._starting])
-        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+        await self._stop(self._servers, grace)
+
+    async def _stop(self, servers: list[aio.Server], grace: float | None) -> None:
+        """Stops servers, and waits a while: they stop to listen at once, and their calls end after `grace` seconds."""
+        self._stopping |= {asyncio.create_task(server.stop(grace)) for server in servers}
+        if not self._stopping:
+            return
+        stopped, self._stopping = await asyncio.wait(self._stopping, timeout=(grace or 0.0) + STOP_SECONDS)
+        if self._stopping:
+            _log.info("the door has not closed yet, as grpc is still writing to hosts that are gone")
+        for task in stopped:
+            task.result()
 
     async def _hello(self, request: peer_pb2.HelloRequest, context: Any) -> peer_pb2.HelloResponse:
         if request.job != self._job:
