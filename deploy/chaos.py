@@ -96,6 +96,24 @@ class Fleet:
         )
         return done.stdout
 
+    def account(self, container: str) -> str:
+        """Says how a container is, what it printed last, and what the coordinator knows of the job."""
+        (coordinator,) = self.containers("coordinator")
+        state = "{{.State.Status}}, code {{.State.ExitCode}}{{range .NetworkSettings.Networks}} {{.IPAddress}}{{end}}"
+        ask = ("docker", "exec", "-e", "PACELINE_COORDINATOR=127.0.0.1:7400", coordinator, "paceline")
+        questions = (
+            ("docker", "inspect", "-f", state, container),
+            ("docker", "logs", "--tail", "30", "--timestamps", container),
+            ("docker", "exec", container, "getent", "hosts", "coordinator"),
+            (*ask, "status"),
+            (*ask, "stacks", "digits"),
+        )
+        told = []
+        for words in questions:
+            done = subprocess.run(words, env=self._environment, capture_output=True, text=True, timeout=60.0)
+            told.append(f"$ {' '.join(words)}\n{done.stdout[-2500:]}{done.stderr[-2500:]}")
+        return "\n".join(told)
+
     def down(self) -> None:
         """Removes all containers, volumes and networks."""
         self.run(*self._compose, "down", "-v", "--remove-orphans", "-t", "1")
@@ -203,9 +221,12 @@ class Chaos:
                 self._fleet.run(*commands[1])
         result = {"what": f"{victim} of {len(hosts)}", "others": again - start}
         if commands[1] is not None:
-            back = self._await(
-                lambda: self._records.back(hosts, healed, size=len(hosts)), f"{victim} was back and all committed"
-            )
+            try:
+                back = self._await(
+                    lambda: self._records.back(hosts, healed, size=len(hosts)), f"{victim} was back and all committed"
+                )
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}\n{self._fleet.account(victim)}") from None
             result["back"] = back - healed
         return result
 
