@@ -31,6 +31,12 @@ elif find_spec("accelerate") is None or find_spec("transformers") is None:
     collect_ignore_glob = ["test_trainers.py"]
 
 
+if find_spec("datasets") is None and find_spec("torch") is not None:
+    if is_required("torch"):
+        raise RuntimeError("REQUIRE=torch, and datasets is not installed: make newest")
+    collect_ignore_glob.append("test_huggingface_streams.py")
+
+
 @pytest.fixture(params=["cpu", "device"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with models on the CPU, and once more with models on a device, which is a fake.

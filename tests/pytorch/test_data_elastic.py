@@ -21,17 +21,25 @@ pytestmark = [pytest.mark.needs(what="torch"), pytest.mark.slow]
         ("late_all_reduce", {"data_workers": 0}),
         ("forward", {"data_workers": 2}),
         ("forward", {"stream_workers": 1}),
+        ("forward", {"stream_workers": 1, "stream_shards": 5}),
+        ("loading", {"stream_workers": 1, "stream_shards": 5}),
     ],
 )
 def test_loaders_survive_a_kill_in_the_middle_of_an_epoch(phase: str, loader: dict[str, int], tmp_path: Path) -> None:
     with cluster(tmp_path, total=12, wrapper="torch", bucket_mb=1e-4, **loader) as c:
-        c.start(3, [kill(phase, rank=1, step=8)])
+        # In step 6 an epoch begins, so the others wait in a collective for what this worker's shards have.
+        c.start(3, [kill(phase, rank=1, step=6 if phase == "loading" else 8)])
         assert sorted(c.wait().values()) == [-signal.SIGKILL, 0, 0], str(c)
         c.check(count=2)
 
 
 @pytest.mark.parametrize(
-    "loader", [{"data_workers": 2}, pytest.param({"stream_workers": 1}, marks=pytest.mark.exhaustive)]
+    "loader",
+    [
+        {"data_workers": 2},
+        {"stream_workers": 1, "stream_shards": 5},
+        pytest.param({"stream_workers": 1}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_loaders_survive_a_freeze_a_join_and_a_drain(loader: dict[str, int], tmp_path: Path) -> None:
     with cluster(tmp_path, least=2, total=60, pace=0.02, failure_timeout=2.0, wrapper="torch", **loader) as c:
@@ -53,10 +61,11 @@ def test_loaders_survive_a_freeze_a_join_and_a_drain(loader: dict[str, int], tmp
         c.check(count=2)
 
 
-def test_new_workers_resume_the_data_from_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [0, 5])
+def test_new_workers_resume_the_data_from_a_checkpoint(shards: int, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     with cluster(
-        tmp_path, least=2, total=60, pace=0.02, wrapper="torch", stream_workers=1,
+        tmp_path, least=2, total=60, pace=0.02, wrapper="torch", stream_workers=1, stream_shards=shards,
         checkpoint_dir=str(runs), checkpoint_every=7,
     ) as c:  # fmt: skip
         c.start(2)

@@ -352,7 +352,7 @@ def test_settings_are_passed_on_or_refused() -> None:
         with pytest.raises(TypeError, match=refused):
             ElasticStreamLoader(Stream(), BATCH, **{refused: None})
     for size, workers, seed in ((0, 0, 0), (6, 2, 0), (6, 0, -1)):
-        with pytest.raises(ValueError, match=f"not {size}, {workers} and {seed}"):
+        with pytest.raises(ValueError, match=f"not {size}, {workers}, 0 and {seed}"):
             ElasticStreamLoader(Stream(), size, num_workers=workers, seed=seed)
 
 

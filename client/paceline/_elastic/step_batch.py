@@ -122,6 +122,12 @@ class StepBatch:
             UnsupportedOp: `of` is no part of the training state, or the state has a sampler, which sets the weight.
             StepOrderError: the step is over, or has a weight already: a step takes one batch.
         """
+        self.check_source(of)
+        self._counted = weight
+        self._group.set_gradient_weight(weight)
+
+    def check_source(self, of: object) -> None:
+        """Raises what `count` would raise now."""
         name = type(of).__name__
         if not self._state.has(of):
             raise UnsupportedOp(f"this {name} is no part of the training state: give it to TrainState(data=..., ...)")
@@ -130,8 +136,6 @@ class StepBatch:
         if self.left or self._counted is not None:
             why = "is over" if self.left else "already has its batch"
             raise StepOrderError(f"step {self.number} {why}: this {name} gives one batch per attempt, inside the block")
-        self._counted = weight
-        self._group.set_gradient_weight(weight)
 
     @property
     def samples(self) -> int:

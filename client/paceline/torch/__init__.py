@@ -24,6 +24,7 @@ from paceline.torch.register import register as _register
 if TYPE_CHECKING:
     from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._elastic_batches import BatchPart, ElasticBatches
+    from paceline.torch._index_shards import index_shards
     from paceline.torch._local_training import DiLoCo, LocalSGD
     from paceline.torch._replicate import Replicated, replicate
     from paceline.torch._stream_loader import ElasticStreamLoader
@@ -43,6 +44,7 @@ __all__ = [
     "ProcessGroup",
     "Replicated",
     "Store",
+    "index_shards",
     "replicate",
 ]
 
@@ -58,6 +60,7 @@ _HOME = {
     "ProcessGroup": "paceline.torch.backend",
     "Replicated": "paceline.torch._replicate",
     "Store": "paceline.torch.backend",
+    "index_shards": "paceline.torch._index_shards",
     "replicate": "paceline.torch._replicate",
 }
 

@@ -48,7 +48,7 @@ class Fetcher:
         self._begin(iter(()))
 
     def next(self, rank: int, tasks: Iterator[Any] | None = None) -> Any:
-        """Returns the result of the next task; with `tasks`, of another plan, endless, which begins now.
+        """Returns the result of the next task; with `tasks`, of another plan, which begins now.
 
         After any error, including Ctrl-C, worker processes are closed, because torch's queues may be half read. New
         ones start with the next plan.

@@ -1,10 +1,10 @@
 """Faults in words: kill(rank=1, at="mid_all_reduce", step=3). Declared by the test, inflicted by the worker on itself.
 
-Phases: joining (a candidate), forward, in_word, mid_all_reduce (first half of the ring), late_all_reduce (second half),
-in_engine (an engine has begun a sum), early_sum and late_sum (in the first and another sum of microbatches),
-repairing (in a step of which this worker has kept sums), before_gate, second_word (of a state that is spread),
-behind_gate, between_steps, giving and taking state, giving_share, taking_share, meeting, closing, keeping (the last
-checkpoint).
+Phases: joining (a candidate), loading (before the batch), forward, in_word, mid_all_reduce (first half of the ring),
+late_all_reduce (second half), in_engine (an engine has begun a sum), early_sum and late_sum (in the first and another
+sum of microbatches), repairing (in a step of which this worker has kept sums), before_gate, second_word (of a state
+that is spread), behind_gate, between_steps, giving and taking state, giving_share, taking_share, meeting, closing,
+keeping (the last checkpoint).
 Of an FSDP unit: mid_all_gather (of its values), mid_reduce_scatter (of its gradients),
 mid_replicas (the sum of those over the nodes). A fault is inflicted once.
 """

@@ -51,10 +51,11 @@ class TorchProblem:
         self.loader = paceline.torch.ElasticDataLoader(self.data, **settings)
         return self.loader
 
-    def stream(self, workers: int) -> Any:
+    def stream(self, workers: int, shards: int) -> Any:
         """As `load`, but the loader is one of a stream, and a part of the training state in the place of a sampler."""
         settings = {"num_workers": workers, "worker_init_fn": _end_with_the_parent}
-        self.loader = paceline.torch.ElasticStreamLoader(_Stream(), BATCH, **settings)
+        stream = [_Stream(shard, shards) for shard in range(shards)] or _Stream()
+        self.loader = paceline.torch.ElasticStreamLoader(stream, BATCH, **settings)
         return self.loader
 
     def batch(self, step: Any) -> tuple[Any, list[int]]:
@@ -77,10 +78,11 @@ class TorchProblem:
 
 
 class _Stream(torch.utils.data.IterableDataset[Any]):
-    """The samples in the order that a sampler has them in, each with its number."""
+    """The samples in the order that a sampler has them in, each with its number; or each `every`-th of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0, every: int = 1) -> None:
         self._x, self._t = data()
+        self._mine = slice(first, None, every)
         self._sampler = paceline.ElasticSampler(SAMPLES, global_batch=SAMPLES)
         self._epoch = self._read = 0
 
@@ -97,7 +99,7 @@ class _Stream(torch.utils.data.IterableDataset[Any]):
         self._read = state["read"]
 
     def __iter__(self) -> Iterator[Any]:
-        for index in self._sampler.batch(self._epoch)[self._read :]:
+        for index in self._sampler.batch(self._epoch)[self._mine][self._read :]:
             self._read += 1
             yield self._x[index], self._t[index], index
 

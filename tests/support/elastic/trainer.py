@@ -74,7 +74,9 @@ def main() -> None:
             if "data_workers" in plan:
                 stack.enter_context(problem.load(plan["data_workers"]))
             if "stream_workers" in plan:
-                parts["data"] = stack.enter_context(problem.stream(plan["stream_workers"]))
+                parts["data"] = stack.enter_context(
+                    problem.stream(plan["stream_workers"], plan.get("stream_shards", 0))
+                )
         else:
             model = build(seed, hidden)
             wrapped = wrap(plan["wrapper"], model, session, bucket_mb)
@@ -100,6 +102,8 @@ def main() -> None:
                 checkpoint_every=plan.get("checkpoint_every"),
             ):
                 with step:
+                    for fault in faults:
+                        fault.in_step(step, "loading")
                     if problem is not None:
                         batch, used = problem.batch(step)
                     else:
