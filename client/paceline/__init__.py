@@ -49,6 +49,8 @@ from paceline.errors import (
 from pacelinepb import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline import checkpoint, compression, nn, optim, testing
     from paceline._base.processes import once_per_host
     from paceline._base.work import Work
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from paceline.credentials import Credentials
     from paceline.errors import Dismissed
 
+    run: Callable[..., dict[int, Any]]  # it lies in a higher layer, from which nothing is imported here
+
 __all__ = [
     "__version__",
     # sessions and groups
@@ -80,6 +84,8 @@ __all__ = [
     "Config",
     "Credentials",
     "once_per_host",
+    # workers for a notebook's function
+    "run",
     # training
     "DDP",
     "FSDP",
@@ -142,6 +148,7 @@ _HOME = {
     "Config": "paceline.config",
     "Credentials": "paceline.credentials",
     "once_per_host": "paceline._base.processes",
+    "run": "paceline._notebook",
     "DDP": "paceline._parallel._data_parallel",
     "FSDP": "paceline._parallel._fully_sharded",
     "ShardingStrategy": "paceline._parallel.sharding._placement",

@@ -47,7 +47,8 @@ MAX_STREAMS = 16
 ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_COORDINATOR": "address of the coordinator, host:port; of several that share a state: all addresses, with "
     "commas between them; without it rank 0 of torchrun's workers serves one, or the world is this process alone",
-    "PACELINE_COORDINATOR_ENDS": "set by `paceline run-rank`: 1 if the coordinator lives in rank 0 and ends with it",
+    "PACELINE_COORDINATOR_ENDS": "set by `paceline run-rank` and `paceline.run`: 1 if nobody starts the coordinator "
+    "again when it has ended",
     "PACELINE_JOB": "name of the job (default: 'default')",
     "PACELINE_MIN_WORKERS": "the first view forms with at least this many workers",
     "PACELINE_MAX_WORKERS": "no view has more workers than this",

@@ -220,8 +220,8 @@ def test_a_rank_that_hears_of_a_lost_mate_does_not_count_as_the_one_that_failed(
     worker = Worker(7, arguments, lambda fd: environment | {LAUNCHER_FD: str(fd)}, replica_size=4)
     try:
         os.set_blocking(worker.streams[NEWS], True)
-        while NEWS in worker.streams:
-            for line in worker.read(NEWS):
+        while (lines := worker.read(NEWS)) is not None:
+            for line in lines:
                 worker.heard(line.text)
         while worker.reap() is None:
             pass

@@ -58,10 +58,10 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def in_short(error: PacelineError, trace: TracebackType | None) -> str:
     """Describes an error in a few lines: its text, the user's line, an error of other code that caused it, its type."""
     kind = type(error).__name__
-    lines = [f"paceline: {error}" if str(error) else f"paceline: {kind}", *_users_line(trace)]
+    lines = [f"paceline: {error}" if str(error) else f"paceline: {kind}", *users_line(trace)]
     cause = error.__cause__
     if cause is not None and not isinstance(cause, PacelineError):
-        lines += [f"  because of {type(cause).__name__}: {cause}".removesuffix(": "), *_users_line(cause.__traceback__)]
+        lines += [f"  because of {type(cause).__name__}: {cause}".removesuffix(": "), *users_line(cause.__traceback__)]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
     where = [f"operation {error.operation}"] if error.operation else []
     where += [f"generation {error.generation}"] if error.generation else []
@@ -69,7 +69,7 @@ def in_short(error: PacelineError, trace: TracebackType | None) -> str:
     return "\n".join([*lines, f"  {kind}{place}; PACELINE_TRACEBACK=1 shows the whole stack"])
 
 
-def _users_line(trace: TracebackType | None) -> list[str]:
+def users_line(trace: TracebackType | None) -> list[str]:
     """Returns the innermost line of the user's own code, as Python shows it; empty if there is none.
 
     If all code is installed, as a package of the user's own may be, it is the innermost line that is neither

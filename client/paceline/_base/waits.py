@@ -225,6 +225,11 @@ _lock = threading.Lock()
 _current: tuple[int, LoopThread] | None = None
 
 
+def has_loop_thread() -> bool:
+    """True if this process uses grpc, or has used it. grpc does not survive a fork."""
+    return _current is not None
+
+
 def loop_thread() -> LoopThread:
     """Returns the loop thread of this process; a forked child gets a new one."""
     global _current

@@ -247,6 +247,11 @@ class Supervision:
         return self._interrupt is not None
 
     @property
+    def interrupted_by(self) -> signal.Signals | None:
+        """The signal by which it was; SIGTERM for `drain`."""
+        return self._interrupt
+
+    @property
     def restarting(self) -> bool:
         """True while a restart is pending."""
         return bool(self._due)

@@ -134,6 +134,7 @@ def test_the_api_reference_lists_each_public_name() -> None:
         for page in (ROOT / "docs/reference/api").glob("*.md")
         for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
     }
+    named |= {f"paceline.{name}" for name, home in paceline._HOME.items() if f"{home}.{name}" in named}
     errors = {f"paceline.{name}" for name in paceline.errors.__all__}
     wanted = {f"paceline.{name}" for name in paceline.__all__ if name != "__version__"} - errors
     assert wanted <= named | {"paceline.errors"}, f"without a place: {sorted(wanted - named)}"

@@ -35,6 +35,7 @@ LAYERS = (
     {"launch"},
     {"demo"},
     {"cli"},
+    {"_notebook"},
     {"__main__"},
 )
 """Packages and modules of paceline, low to high. Those of one layer may not import each other, but for the first."""

@@ -20,7 +20,7 @@ from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.replica_worlds import ReplicaWorlds
 from paceline.cli.launcher.spares import SpareSchedule
-from paceline.cli.launcher.worker import NEWS, Worker
+from paceline.cli.launcher.worker import NEWS, Start, Worker
 from paceline.launch._environment import (
     WorkerSettings,
     allowed_cores,
@@ -45,11 +45,10 @@ _POLL_S = 0.05
 class Launcher:
     """Runs workers until all have ended, and restarts those that fail as far as the terms allow.
 
-    It must run on the main thread: signals arrive there, and workers die with the thread that started them. A command
-    is SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
+    It must run on the main thread: signals arrive there, and workers die with the thread that started them.
 
     Args:
-        command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
+        work: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...; or what starts a worker otherwise.
         terms: how many workers, or replicas, and what to do about those that fail.
         settings: what workers are told of the job.
         console: shows what happens.
@@ -64,7 +63,7 @@ class Launcher:
 
     def __init__(
         self,
-        command: Sequence[str],
+        work: Sequence[str] | Start,
         terms: Terms,
         settings: WorkerSettings,
         console: Console,
@@ -80,7 +79,7 @@ class Launcher:
         self._processes = itertools.count()
         self._compiled_by: dict[int, Path] = {}
         """The folder of each process, by pid."""
-        self._command = list(command)
+        self._work = work
         self._count = terms.workers * (replica_size or 1)
         self._replica_size = replica_size
         self._worlds = None if replica_size is None else ReplicaWorlds(replica_size)
@@ -125,6 +124,16 @@ class Launcher:
             self._console.say(self._supervision.summary)
         return self._supervision.exit_code
 
+    @property
+    def failure(self) -> Exit | None:
+        """The failure that determines the exit code; None if none is left."""
+        return self._supervision.failure
+
+    @property
+    def interrupted_by(self) -> signal.Signals | None:
+        """The signal by which the workers were told to end; None if they were not."""
+        return self._supervision.interrupted_by
+
     def drain(self, why: str, seconds: float = DRAIN_S) -> None:
         """Ends the workers as on SIGTERM; any thread may call it at any time, and only the first call counts.
 
@@ -158,7 +167,7 @@ class Launcher:
             base, world = without_torchruns(base), self._worlds.environment(index)
         worker = Worker(
             index,
-            self._command,
+            self._work,
             lambda fd: worker_environment(base, self._settings, fd, index, compiled) | world,
             cores,
             spare=spare,
@@ -255,10 +264,11 @@ class Launcher:
         self._keep_spares()
 
     def _read(self, worker: Worker, stream: str) -> None:
-        fd = worker.streams[stream]
         parts = worker.read(stream)
-        if stream not in worker.streams:
-            self._selector.unregister(fd)
+        if parts is None:
+            # First, while it is open: a forked worker may hold a copy of the pipe, for which events would go on.
+            self._selector.unregister(worker.streams[stream])
+            parts = worker.close(stream)
         self._hand_on(worker, stream, parts)
 
     def _hand_on(self, worker: Worker, stream: str, parts: Sequence[Printed]) -> None:

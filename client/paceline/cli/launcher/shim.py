@@ -30,8 +30,8 @@ def main() -> None:
         # Python put this file's folder there, but the user's `import run` must not find its modules.
         del sys.path[0]
     launcher, arguments = int(sys.argv[1]), sys.argv[2:]
-    _die_with(launcher)
-    sys.excepthook = _report
+    die_with(launcher)
+    sys.excepthook = report
     go = None
     if arguments[0] == "--spare":
         go, arguments = int(arguments[1]), arguments[2:]
@@ -89,7 +89,7 @@ def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:
         os.execve(sys.executable, again, environment)  # noqa: S606  # itself
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Makes the kernel kill this process when the launcher dies, however it dies. Linux only."""
     if sys.platform != "linux":
         return
@@ -103,7 +103,7 @@ def _die_with(launcher: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The excepthook: shows Paceline's errors in short, no interrupts, and the script's errors as Python does.
 
     A Paceline error says who failed, where and how. The stack of a worker that merely noticed it is noise, multiplied

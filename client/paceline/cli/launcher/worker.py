@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, TypeAlias
 
 from paceline._session.identity import process_identity
 from paceline.cli.launcher.printed import LineSplitter, Printed
@@ -24,21 +24,57 @@ _SHIM = Path(__file__).with_name("shim.py")
 _READ_BYTES = 64 << 10  # the default capacity of a pipe
 
 
+class StartedProcess(Protocol):
+    """A child process, as `subprocess.Popen` starts it, with pipes from its standard output and error."""
+
+    pid: int
+    returncode: int | None
+    """The exit code, or the negated number of a signal; None until `wait` has returned."""
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self) -> int:
+        """Waits for its end; returns `returncode`."""
+
+
+Start: TypeAlias = Callable[[Mapping[str, str], Sequence[int]], StartedProcess]
+"""Starts a process in a session of its own, which keeps the terminal's Ctrl-C away: the launcher alone decides how
+workers end. Arguments: its environment, and the descriptors that it inherits."""
+
+
+def command_line(command: Sequence[str], options: Sequence[str] = ()) -> Start:
+    """Returns what starts SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS..., with these options of the shim."""
+
+    def start(environment: Mapping[str, str], inherited: Sequence[int]) -> StartedProcess:
+        return subprocess.Popen(
+            [sys.executable, str(_SHIM), str(os.getpid()), *options, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+
+    return start
+
+
 class Worker:
     """A worker process. Start it from a thread that lives as long as the launcher.
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    `rank` is None until a view that the worker reports gives it. `environment` returns the worker's environment, given
-    the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does its imports
-    and waits until `begin` makes it a worker; what it prints stays in its pipes. With a `replica_size` it is one of so
-    many ranks of a replica, which follow each other by `index`, and `rank` is the number of its replica.
+    `rank` is None until a view that the worker reports gives it. `work` is a command line, or a function that starts
+    the process. `environment` returns the worker's environment, given the descriptor of the worker's end of its news
+    pipe. With `cores` None it may use all. A `spare` does the imports of its command, and waits until `begin` makes it
+    a worker; what it prints stays in its pipes. With a `replica_size` it is one of so many ranks of a replica, which
+    follow each other by `index`, and `rank` is the number of its replica.
     """
 
     def __init__(
         self,
         index: int,
-        command: Sequence[str],
+        work: Sequence[str] | Start,
         environment: Callable[[int], dict[str, str]],
         cores: Collection[int] | None = None,
         *,
@@ -53,25 +89,17 @@ class Worker:
         self._unfinished = False
         self._go: int | None = None
         news, theirs = os.pipe()
-        inherited, waiting = [theirs], []
+        inherited, options = [theirs], list[str]()
         try:
             # The worker must never wait for a launcher that does not read; it drops news instead.
             os.set_blocking(theirs, False)
             if spare:
                 read_end, self._go = os.pipe()
                 inherited.append(read_end)
-                waiting = ["--spare", str(read_end)]
-            # A session of its own keeps the terminal's Ctrl-C away, so the launcher alone decides how workers end.
+                options = ["--spare", str(read_end)]
+            start = work if callable(work) else command_line(work, options)
             with _bound(cores):
-                self._process = subprocess.Popen(
-                    [sys.executable, str(_SHIM), str(os.getpid()), *waiting, *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=environment(theirs),
-                    pass_fds=inherited,
-                    start_new_session=True,
-                )
+                self._process = start(environment(theirs), inherited)
         except OSError:
             os.close(news)
             if self._go is not None:
@@ -136,16 +164,16 @@ class Worker:
         """True until `reap` has seen its end."""
         return self._process.returncode is None
 
-    def read(self, stream: str) -> list[Printed]:
-        """Reads what has arrived on a stream; closes it and removes it from `streams` at its end."""
+    def read(self, stream: str) -> list[Printed] | None:
+        """Reads what has arrived on a stream; None at its end: then `close` it."""
         try:
             data = os.read(self.streams[stream], _READ_BYTES)
         except BlockingIOError:
             return []
-        return self._lines[stream].feed(data) if data else self.close(stream)
+        return self._lines[stream].feed(data) if data else None
 
     def close(self, stream: str) -> list[Printed]:
-        """Closes a stream; returns its last line if that had no newline."""
+        """Closes a stream, and removes it from `streams`; returns its last line if that had no newline."""
         fd = self.streams.pop(stream)
         if stream == NEWS:
             os.close(fd)
@@ -198,6 +226,7 @@ class Worker:
         follows = self._lost_mate or (bool(self._blamed) and self.rank not in self._blamed)
         joined, unfinished = self.rank is not None, self._unfinished
         code = self._process.returncode
+        assert code is not None
         return Exit(self._member, self.pid, code, follows, self.index, joined, unfinished, self.position)
 
     def __str__(self) -> str:
