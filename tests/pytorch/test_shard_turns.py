@@ -28,7 +28,7 @@ def test_shares_are_those_of_taking_one_by_one(seed: int) -> None:
     assert found == one_by_one(lengths, batch)
 
 
-def test_a_step_that_needs_what_is_not_known_waits() -> None:
+def test_a_step_is_shared_out_once_its_samples_are_known() -> None:
     turns = ShardTurns.begin(2)
     assert turns.share_out(4) is None
     turns = turns.learned(np.array([2, 1]), np.array([0, 0]))
@@ -43,7 +43,7 @@ def test_a_step_that_needs_what_is_not_known_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_readers_that_find_what_is_wanted_get_every_step_done(seed: int) -> None:
+def test_every_step_is_shared_out_once_readers_have_read_the_wanted_samples(seed: int) -> None:
     """Also where many shards have ended and few have to give all."""
     rng = np.random.default_rng(seed)
     lengths = [*rng.integers(0, 30, 60).tolist(), *rng.integers(200, 400, rng.integers(1, 4)).tolist()]

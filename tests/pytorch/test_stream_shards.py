@@ -1,4 +1,4 @@
-"""A stream in shards: each sample is read by one rank and counts once, whoever comes and goes."""
+"""A stream in shards: each sample is read by one rank and counts once, while ranks come and go."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def step_of(group: Group, weights: list[float]) -> Any:
 
 
 def taken(world: int, steps: int, state: Any = None, **settings: Any) -> tuple[list[list[int]], Any, int]:
-    """What all ranks together have in each step, the state behind them, and how many samples were read."""
+    """Returns the samples of each step over all ranks, the state after the last step, and the number of reads."""
 
     loaders = [make(**settings) for _ in range(world)]  # here, because they start processes
 
@@ -443,7 +443,7 @@ def test_a_worker_process_that_dies_is_replaced_by_one_that_reads_on() -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3, 5, 7])
-def test_ranges_of_indices_are_shards_of_whole_files(shards: int) -> None:
+def test_index_shards_cuts_at_the_ends_of_files(shards: int) -> None:
     files = [3, 1, 9, 2, 2, 6, 1]
     dataset = range(sum(files))
     found = [list(shard) for shard in paceline.torch.index_shards(dataset, shards, files=files)]

@@ -35,7 +35,7 @@ _HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2}
 
 
 class Returned(NamedTuple):
-    """What the function has returned in one worker."""
+    """The return value of the function in one worker."""
 
     rank: int
     """-1 if the worker is no longer a member."""

@@ -1,7 +1,7 @@
 """Decides which shards of a stream give how many samples to a step: they take turns, and one that has ended drops out.
 
-So the samples of a step do not depend on the number of ranks, or on who reads which shard. No rank needs to know more
-than how many samples of each shard are certain to come, until a step needs more of them.
+So the samples of a step depend neither on the number of ranks nor on which rank reads which shard. All ranks know how
+many samples each shard has at least. When a step needs more than that, the readers read on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ShardTurns:
-    """What all ranks know between two steps; arrays have one element for each shard.
+    """The state of the shards, as all ranks know it between two steps; arrays have one element for each shard.
 
     Attributes:
         epoch: number of the epoch, from 0.

@@ -37,7 +37,7 @@ class ElasticStreamLoader:
     begins, with `dataset.set_epoch(n)` if the dataset has that.
 
     **In shards**: each rank reads some of the shards, so each sample is read once. The shards take turns, one sample
-    each, and one that has ended drops out; so a step has the same samples whoever reads them. With W ranks, rank r
+    each, and one that has ended drops out; so a step has the same samples on any number of ranks. Of W ranks, rank r
     reads the shards r, r + W, r + 2W and so on. Take 8 or more for each rank, of about the same size. A rank has no
     sample in a step if there are fewer shards, or fewer samples in a step, than ranks. When few shards are left near
     the end of an epoch, some ranks have none, and others several times as many as usual; the last rank may have the

@@ -57,7 +57,7 @@ class _Goal(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What a rank's reader does for a step, or between two steps."""
+    """A task of a rank's reader: its part of a step, or to read ahead between two steps."""
 
     epoch: int
     begin: Sequence[_Goal] | None = None

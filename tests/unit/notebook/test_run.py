@@ -1,4 +1,4 @@
-"""What `paceline.run` refuses before it starts anything."""
+"""`paceline.run` checks its arguments and its process before it starts anything."""
 
 from __future__ import annotations
 
