@@ -359,6 +359,13 @@ def all_to_all_program(
     return _compile("all_to_all", "pairwise", rank, world, layout, segment)
 
 
+@lru_cache(maxsize=64)
+def shift_program(to: int, source: int, n: int, segment: int) -> Program:
+    """Compiles a shift: n elements for rank `to`, and n others from rank `source`."""
+    layout = ChunkLayout([(0, n), None], [None, (0, n)])
+    return compile_rows([Row(0, to, 0, source, 1)], layout, segment)
+
+
 @lru_cache(maxsize=16)
 def barrier_program(schedule: str, rank: int, world: int) -> Program:
     """Compiles a barrier, which sends empty frames."""

@@ -37,6 +37,7 @@ from paceline._collectives.program import (
     reduce_program,
     reduce_scatter_program,
     scatter_program,
+    shift_program,
 )
 from paceline._collectives.rows import SumRule
 from paceline._collectives.schedules import tree_parent
@@ -332,6 +333,24 @@ def scatter_task(
         return deliver(result, out)
 
     return Task(signature, body)
+
+
+def shift_task(engine: Engine, x: Array, to: int, source: int, out: Array | None, detail: str = "") -> Task[Array]:
+    """Makes the task of `Group.shift`; ranks must also agree on `detail`."""
+    dtype = native(x.dtype)
+    if out is not None:
+        check_out(out, dtype, x.shape)
+    program = shift_program(to, source, x.size, segment(dtype, engine))
+
+    def body(call: CollectiveCall) -> Array:
+        result = landing(out, x, dtype, x.shape)
+        if to == engine.mesh.rank:
+            result[...] = x
+        else:
+            engine.run(call, program, as_flat(x), result.reshape(-1))
+        return deliver(result, out)
+
+    return Task(engine.sign("shift", detail.strip(), dtype, x.shape).encode(), body)
 
 
 def _receive_unknown(

@@ -48,6 +48,10 @@ class GatherOptions(RootedOptions, total=False):
     uneven: bool
 
 
+class ShiftOptions(Options, total=False):
+    label: str
+
+
 class AllToAllOptions(Options, total=False):
     send_counts: Sequence[int] | None
     recv_counts: Sequence[int] | None

@@ -15,7 +15,14 @@ from paceline._base.sum_order import Node
 from paceline._base.work import Work
 from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
-from paceline._collectives.tasks import broadcast_task, check_terms, reduce_task, reducing_task, scatter_task
+from paceline._collectives.tasks import (
+    broadcast_task,
+    check_terms,
+    reduce_task,
+    reducing_task,
+    scatter_task,
+    shift_task,
+)
 from paceline._collectives.trees import Fusion
 from paceline._group.call_options import (
     AllGatherOptions,
@@ -25,11 +32,13 @@ from paceline._group.call_options import (
     GatherOptions,
     ReduceOptions,
     RootedOptions,
+    ShiftOptions,
 )
 from paceline._group.group_core import labelled
 from paceline._group.object_calls import ObjectCollectives
 from paceline._microbatch.sum_tree import subtrees_by_rank
 from paceline.compression import Codec, Memory, codec_of
+from paceline.errors import InvalidRank
 
 T = TypeVar("T")
 
@@ -594,4 +603,52 @@ class Collectives(ObjectCollectives):
         array = as_array(x)
         return self._issue(
             lambda bound: all_to_all_task(bound.engine, array, send_counts, recv_counts, out), timeout, async_op
+        )
+
+    @overload
+    def shift(
+        self, x: npt.ArrayLike, to: int, source: int, *, async_op: Literal[False] = ..., **options: Unpack[ShiftOptions]
+    ) -> Array: ...
+    @overload
+    def shift(
+        self, x: npt.ArrayLike, to: int, source: int, *, async_op: Literal[True], **options: Unpack[ShiftOptions]
+    ) -> Work[Array]: ...
+    def shift(
+        self,
+        x: npt.ArrayLike,
+        to: int,
+        source: int,
+        *,
+        out: Array | None = None,
+        label: str = "",
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Array | Work[Array]:
+        """Sends an array to one rank, and receives the array of another; each rank sends and receives once.
+
+        Args:
+            x: this rank's array; dtype and shape must agree.
+            to: the rank that receives it; another one on each rank.
+            source: the rank whose `to` is this rank. A rank that names itself gets a copy of its own array.
+            out: receives the result; may be `x`.
+            label: as for `all_reduce`.
+            timeout: seconds.
+            async_op: return a `Work`.
+
+        Returns:
+            The array of rank `source`, in native byte order.
+
+        Raises:
+            InvalidRank: `to` or `source` lies outside the world, or only one of them is this rank.
+            SizeMismatch: `out` has another shape.
+            UnsupportedOp: the dtype cannot be sent.
+            PacelineError: the generation has failed; see `paceline.errors` for how.
+        """
+        self._check_rank("to", to)
+        self._check_rank("source", source)
+        if (to == self.rank) != (source == self.rank):
+            raise InvalidRank(f"a shift to rank {to} from rank {source}, at rank {self.rank}: both are itself, or none")
+        array = as_array(x)
+        return self._issue(
+            lambda bound: shift_task(bound.engine, array, to, source, out, labelled(label)), timeout, async_op
         )
