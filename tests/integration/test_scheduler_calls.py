@@ -172,7 +172,8 @@ def test_sigterm_to_the_documented_scheduler_lets_workers_leave(tmp_path: Path) 
     page = {block.title: block.code for block in blocks(ROOT / "docs/how-to/own-scheduler.md")}
     (tmp_path / "scheduler.py").write_text(page["scheduler.py"])
     endless = page["train.py"].replace("total=20", "total=100_000")
-    says = "        with step:\n            print(os.getpid())\n"
+    # Each line at once: those of two workers must not come as one.
+    says = "        with step:\n            os.write(1, b'%d\\n' % os.getpid())\n"
     (tmp_path / "train.py").write_text(endless.replace("        with step:\n", says))
     (tmp_path / "killed").touch()  # so that no rank kills itself
     scheduler = subprocess.Popen(
