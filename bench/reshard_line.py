@@ -68,7 +68,7 @@ def member(rank: int, world: int, pipe: Connection) -> None:
     optimizer = paceline.optim.Adam(model)
     state = TrainState(model=model, optimizer=optimizer)
     state.switch(state.resharding(Share(rank, world)))
-    state.keep_live_share()
+    state.keep_updated_shares()
     fill(optimizer, Share(rank, world))
     offered, door = OfferedState(), Door("job", IN_THE_CLEAR)
     offered.offer(TAG, state.offered())
@@ -92,7 +92,7 @@ def member(rank: int, world: int, pipe: Connection) -> None:
         if own:
             check(state, Share(*share))
             state.switch(state.resharding(Share(rank, world)))
-            state.keep_live_share()
+            state.keep_updated_shares()
         pipe.send((seconds, wanted))
     loop_thread().run(door.close(0.0))
 

@@ -7,8 +7,9 @@
 Each worker prints `generation 3: rank 1 of 4` when the set of workers has changed, and rank 0 at the end
 `accuracy 0.9805 after 360 steps, 4 workers at the end`.
 
-`runs` behind it is a folder for checkpoints. With `--strategy full_shard runs` each worker holds only its shard of the
-model: if a worker is killed, all go on from the last checkpoint. With `hybrid_shard` another worker has that shard too.
+With `--strategy full_shard` each worker holds only its shard of the model, and a copy of another's: if a worker is
+killed, the others go on with the copy. With `hybrid_shard` two workers hold the model between them, and two others hold
+it too. `runs` behind it is a folder for checkpoints, in case all who hold a shard are killed.
 """
 
 import argparse

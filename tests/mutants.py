@@ -740,6 +740,27 @@ MUTANTS = (
         ("unit/protocol/test_member.py",),
     ),
     Mutant(
+        "a prepared member's copies do not count for the step that it can finish",
+        f"{PROTOCOL}/_meeting.py",
+        "shares += met.shares\n",
+        "shares += met.shares[:1]\n",
+        ("unit/protocol/test_meeting_sharded_state.py",),
+    ),
+    Mutant(
+        "two containers of one machine hold a shard and its copy",
+        "client/paceline/_parallel/sharding/_placement.py",
+        'peer.node.partition("/")[0] or peer.host',
+        "peer.node or peer.host",
+        ("unit/parallel/sharding/test_copies.py",),
+    ),
+    Mutant(
+        "copies are updated without the numbers of their owner's optimizer",
+        "client/paceline/optim.py",
+        'arrays.get(f"{path}/{name}", v) for',
+        'arrays.get(f"{path}/{name}", 0) for',
+        ("unit/parallel/sharding/test_copies.py",),
+    ),
+    Mutant(
         "a member enters a view with another state than its base",
         f"{PROTOCOL}/_member.py",
         "if self.held != view.base or share not in self.shares:",

@@ -8,14 +8,15 @@ does its state: momentum does not move an unused parameter.
 from __future__ import annotations
 
 import abc
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._optimizer_state import CopiedPiece, OptimizerState
 from paceline._parallel._parameter import HasParameters, Parameter, parameters_of
 from paceline.errors import StepOrderError
 
@@ -130,13 +131,23 @@ class Optimizer(OptimizerState):
             self._state[path][name] = array
         self._scratch = self._new_scratch()
 
+    def update_copy(self, pieces: Mapping[str, CopiedPiece], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Updates copies of what another rank has, as that rank's next `step` will; see `OptimizerState`."""
+        twin = copy.copy(self)
+        vars(twin).pop("step", None)  # the session's wrapper, which would ask for leave again
+        twin._settings, twin._parameters, twin._state = dict(self._settings), {}, {}
+        for path, (values, gradient) in pieces.items():
+            twin._parameters[path] = parameter = Parameter(values, self._parameters[path].requires_grad)
+            parameter._hold(gradient)
+            twin._state[path] = {name: arrays.get(f"{path}/{name}", v) for name, v in self._state[path].items()}
+        for dtype, size in _largest(twin._parameters.values()).items():
+            if dtype not in self._scratch or self._scratch[dtype].size < size:
+                self._scratch[dtype] = np.empty(size, dtype)
+        twin.step()
+
     def _new_scratch(self) -> dict[np.dtype[Any], NDArray[Any]]:
         """Returns memory for intermediate results: for each dtype, as much as its largest parameter needs."""
-        largest: dict[np.dtype[Any], int] = {}
-        for parameter in self._parameters.values():
-            data = parameter.data
-            largest[data.dtype] = max(largest.get(data.dtype, 0), data.size)
-        return {dtype: np.empty(size, dtype) for dtype, size in largest.items()}
+        return {dtype: np.empty(size, dtype) for dtype, size in _largest(self._parameters.values()).items()}
 
     def _check_own(self) -> None:
         """Raises if FSDP trains a parameter through a piece: this optimizer would never see a gradient of it."""
@@ -266,6 +277,14 @@ class Adam(Optimizer):
         np.divide(mean, scratch, out=scratch)
         np.multiply(scratch, self.settings["lr"] / (1 - beta1 ** state["updates"]), out=scratch)
         np.subtract(data, scratch, out=data)
+
+
+def _largest(parameters: Iterable[Parameter]) -> dict[np.dtype[Any], int]:
+    """Returns for each dtype the size of the largest of its parameters."""
+    largest: dict[np.dtype[Any], int] = {}
+    for parameter in parameters:
+        largest[parameter.dtype] = max(largest.get(parameter.dtype, 0), parameter.data.size)
+    return largest
 
 
 def _zeros(parameter: Parameter) -> NDArray[Any]:

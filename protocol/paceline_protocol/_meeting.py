@@ -404,7 +404,7 @@ def _lacks(sessions: Sequence[Session], tag: Tag | None) -> Lack:
         if met.tag == tag:
             shares += [WHOLE] if met.stored else met.shares
         elif met.prepared == tag:
-            shares += met.shares[:1]
+            shares += met.shares
     return lacking(shares)
 
 

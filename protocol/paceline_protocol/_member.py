@@ -11,7 +11,9 @@ These are the rules of I1 and I2 at the member's side; the coordinator's are in 
 Of a sharded state a member holds *shares*, first the one that it trains on:
 
 - A share that is taken is added to those that the member holds. The old ones are dropped when all members of a
-  generation have begun its first step, since each of them holds its own share then; a failure before loses nothing.
+  generation have begun its first step, since each of them holds its own share then, and its copies of others' shares: a
+  member takes those before it begins. A failure before loses nothing.
+- Each step updates the copies too, also one that a prepared member finishes.
 - A step's second word says that its sender has all gradients. A member that has sent it and not seen it complete is
   *prepared*: others may have applied the step. If the step becomes the base, the member finishes it; else it undoes
   it.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from paceline_protocol._values import WHOLE, Meet, Share, Tag, share_of
+from paceline_protocol._values import MAX_SHARES, WHOLE, Meet, Share, Tag, share_of
 
 
 class Phase(enum.Enum):
@@ -88,6 +90,7 @@ class MemberState:
         self.held: Tag | None = held
         self.node_size = node_size
         self.shares = () if stored else shares
+        self._copies = 0  # the number of shares, behind the first, that are updated with it
         self.stored = stored
         self.prepared: Tag | None = None
         self.holds_base = False
@@ -107,7 +110,7 @@ class MemberState:
             self.leaving,
             self.closed,
             self.node_size,
-            self.shares,
+            self.shares[:MAX_SHARES],
             self.prepared,
             self.stored,
             unproven,
@@ -127,7 +130,7 @@ class MemberState:
         if self.held != view.base or share not in self.shares:
             return self.meet()
         self.prepared = None
-        self.shares = (share, *(other for other in self.shares if other != share))
+        self._train_on(share, self.shares)
         self.phase = Phase.READY
         return None
 
@@ -150,7 +153,8 @@ class MemberState:
         assert self.phase is Phase.TAKING
         assert self._take is not None
         base, share = self._take.base, self._take.share
-        self.shares = (share, *(other for other in self.shares if self._take.own and other != share))
+        if not self._take.finish:
+            self._train_on(share, self.shares if self._take.own else ())
         self.held, self.holds_base, self.stored, self.prepared = base, self.generation > 0, False, None
         if not self._in_view:
             return self.meet()
@@ -167,9 +171,16 @@ class MemberState:
         assert self.phase is Phase.STEPPING
         self.phase = Phase.READY
 
+    def copied(self, shares: tuple[Share, ...]) -> None:
+        """Notes the shares of others of which it has copies now, and that are updated from now on."""
+        assert self.phase is Phase.STEPPING
+        live, *others = self.shares
+        self.shares = (live, *shares, *(other for other in others if other not in shares))
+        self._copies = len(shares)
+
     def all_began(self) -> None:
-        """Drops all shares but the live one, because all members have begun a step with their own."""
-        self.shares = self.shares[:1]
+        """Drops all shares but the live one and its copies: all members have begun a step with their own."""
+        self.shares = self.shares[: 1 + self._copies]
 
     def prepare(self, step: int) -> None:
         """Notes that others may have applied the step that failed here, and that this member can finish it."""
@@ -233,6 +244,10 @@ class MemberState:
         """Switches to the latest checkpoint for reading; an earlier one may have been removed."""
         if self.stored:
             self.held = checkpoint
+
+    def _train_on(self, share: Share, held: tuple[Share, ...]) -> None:
+        """Makes one of the shares that it holds, or has taken, the live one; none is a copy that is updated."""
+        self.shares, self._copies = (share, *(other for other in held if other != share)), 0
 
     def _begin_to_take(self, take: Take, *, in_view: bool) -> Take:
         self.phase, self._take, self._in_view = Phase.TAKING, take, in_view

@@ -118,6 +118,9 @@ class Share(NamedTuple):
 
 WHOLE = Share(0, 1)
 
+MAX_SHARES = 64
+"""Most shares that a member reports: those of the latest views, if it has more. Source: `Meet` in session.proto."""
+
 
 def share_of(rank: int, world: int, node_size: int) -> Share:
     """Returns the share that a rank holds; see `Meet.node_size`."""
@@ -174,7 +177,7 @@ class Meet:
     shares: tuple[Share, ...] = (WHOLE,)
     """Its shares of that state. The one that it trains on comes first."""
     prepared: Tag | None = None
-    """A step that others may have applied, and that this member can finish: it has all that it takes."""
+    """A step that others may have applied, and that this member can finish, with all its shares."""
     stored: bool = False
     """True if it holds nothing of the state yet, but can read all of it from a checkpoint."""
     unproven: bool = False

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/, for `support`
 from support.elastic.microbatch_problem import MODELS, problem_of
 from support.elastic.same_bits import BitsSoak
 
+SOAKED = (*MODELS, "mlp/full_shard")
+
 
 def main() -> None:
     """Reads the arguments and runs."""
@@ -27,9 +29,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=6.0, help="of storms, for each seed")
-    parser.add_argument("--model", choices=MODELS, action="append", help="one of several; all if left out")
+    parser.add_argument("--model", choices=SOAKED, action="append", help="one of several; all if left out")
     wanted = parser.parse_args()
-    models = wanted.model or MODELS
+    models = wanted.model or SOAKED
     for model in models:
         problem_of(model)  # loads torch for a model of torch, so that workers are forked with it
     soaks = [BitsSoak(model, wanted.seconds, say) for model in models]

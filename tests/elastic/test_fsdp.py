@@ -145,8 +145,8 @@ def test_a_spare_joins_together_with_a_newcomer(tmp_path: Path) -> None:
 
 def test_a_lost_state_is_read_from_the_last_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper="full_shard", checkpoint_dir=str(runs),
-                 checkpoint_every=50) as c:  # fmt: skip
+    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper="full_shard", redundancy=1,
+                 checkpoint_dir=str(runs), checkpoint_every=50) as c:  # fmt: skip
         c.start(3, [kill(at="before_gate", rank=1, once=tmp_path / "killed", stored=runs)])
         codes = c.wait()
         assert sorted(codes.values()) == [-9, 0, 0], str(c)

@@ -50,8 +50,8 @@ def test_survivors_train_on_after_one_of_four_is_killed(
 @pytest.mark.sampled(2)
 def test_survivors_resume_from_a_checkpoint_after_a_shard_is_lost(wrapper: str, phase: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper=wrapper, checkpoint_dir=str(runs),
-                 checkpoint_every=2) as c:  # fmt: skip
+    with cluster(tmp_path, least=2, most=3, total=60, pace=0.02, wrapper=wrapper, redundancy=1,
+                 checkpoint_dir=str(runs), checkpoint_every=2) as c:  # fmt: skip
         c.start(3, [kill(at=phase, rank=1, once=tmp_path / "killed", stored=runs)])
         assert sorted(c.wait().values()) == [-9, 0, 0], str(c)
         c.check(count=2)

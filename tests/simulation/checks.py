@@ -15,6 +15,7 @@ from simulation.state import Spoiled, is_all
 from simulation.training import Training
 
 from paceline import errors
+from paceline._elastic.recovery import COPIES_VERSION
 from paceline_protocol import Share, Tag, View, share_of
 from paceline_protocol.coordinator import JobState, Standing
 from paceline_protocol.messages import CatchUp, StateLost
@@ -53,6 +54,7 @@ class Checks:
         self._gave_at: dict[int, float] = {}
         self._applied: dict[tuple[int, int], set[str]] = {}
         self._had: list[tuple[Process, Share]] = []
+        self._have_copies = False
         self._let_go: dict[str, tuple[Tag | None, bool]] = {}
         self._written: dict[Tag, object] = {}
         self._hosting = Hosting(world.shape.node_size)
@@ -164,6 +166,9 @@ class Checks:
         had = [share for each, share in self._had if each.alive and not each.leaves]
         if is_all(had) and all(each.held for each, _ in self._had):
             raise Broken(f"I1: nobody who had a part of {self.committed} has ended, and {held} is said to be lost")
+        gone = sum(not each.alive or each.leaves or each.held is None for each, _ in self._had)
+        if self._had and self._have_copies and gone < self._world.shape.redundancy:
+            raise Broken(f"I1: {gone} who had a part of {self.committed} have ended, and {held} is said to be lost")
         if self._world.has_all(held, self._heard(state)):  # type: ignore[arg-type]
             raise Broken(f"I2: members hold all of {held} between them, and {member.name} is told that it is lost")
 
@@ -310,6 +315,7 @@ class Checks:
             node_size = self._world.shape.node_size
             members = [self._world.by_id[peer.member_id] for peer in mesh.peers]
             self._had = [(each, share_of(rank, mesh.size, node_size)) for rank, each in enumerate(members)]
+            self._have_copies = mesh.version >= COPIES_VERSION
 
     def applied(self, member: Process, mesh: Mesh, step: int) -> None:
         """A member has applied a step: all that it called in it is complete."""

@@ -70,6 +70,8 @@ class _Faults:
             self.kinds.append((15, self.drain))
         if world.shape.replica_size > 1:
             self.kinds += [(8, self.kill), (6, self.break_two), (4, self.freeze), (4, self.fail_take)]
+        if world.shape.redundancy > 1:
+            self.kinds += [(8, self.kill), (6, self.fail_take)]
         if world.shape.disks:
             self.kinds += [(6, self.refuse_coordinator), (6, self.refuse_checkpoints), (6, self.restart_all)]
 
@@ -396,6 +398,8 @@ def plan(world: World) -> None:
         moments = (*moments, "write", "write", "write")
     if world.shape.replica_size > 1:  # a word of mates, one that has come, a collective of the model
         moments = (*moments, *["mates"] * 4, *["agreed"] * 4, "inside", "inside", "applied", "applied", "view")
+    if world.shape.redundancy > 1:
+        moments = (*moments, *["copies"] * 4, "second word", "second word")
     if world.shape.late:
         moments = (*moments, "view", "view", "view", "view")
     if world.shape.microbatches:

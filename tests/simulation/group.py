@@ -56,6 +56,7 @@ class Mesh:
     ) -> None:
         self.process: Process = kinds
         self.generation = generation
+        self.version = version
         self.rank = rank
         self.peers = tuple(peers)
         self.size = len(peers)

@@ -69,6 +69,12 @@ class Peers:
         if not plan.wanted:
             return
         taker = self._asker()
+        if plan.is_copy:
+            self._world.moment("copies", taker)
+        if taker.take_fails:
+            taker.take_fails = False
+            await asyncio.sleep(self._world.delay(0.005, 0.3))
+            raise LinkUnavailable(f"no member sent a part of the state {tag}: it was told to fail")
         opened, failures = [], []
         for holder in holders:
             if holder.shares and holder.peer.member_id != taker.member_id:

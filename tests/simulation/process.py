@@ -182,7 +182,7 @@ class Process:
         self._inside = Inside(self)
         # Half of the programs are of the last release. That is no matter of chance, so that old seeds do what they did.
         self.newest = OURS.newest - crc32(f"{world.seed} {name}".encode()) % 2
-        if replica is not None:  # those of the last release know nothing of them
+        if replica is not None or (world.shape.redundancy > 1 and not world.shape.mixed):  # the last release has none
             self.newest = OURS.newest
         self.process = Identity(self.host, self.pid, self.boot, self.ticks, self.namespace, self.node)
         self.alive = True
@@ -326,7 +326,7 @@ class Process:
             return list(self.state.parts) if tag == Tag(0, 0) else []
         if place.held == tag and not place.stored:
             return list(self.state.parts)
-        return list(place.shares[:1]) if place.prepared == tag else []
+        return list(place.shares) if place.prepared == tag else []
 
     def operation_in(self, mesh: Mesh) -> int:
         """Number of the collective that it is in, 0 for none."""

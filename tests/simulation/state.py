@@ -67,6 +67,12 @@ class Plan:
         self.state, self.share, self.own = state, share, own
         self.bits: Bits | None = state.parts.get(share) if own else None
         self.wanted = self.bits is None
+        self.is_copy = False
+
+    def switch(self) -> None:
+        """Keeps the copy that it was made for."""
+        assert self.is_copy
+        self.state.add_copy(self)
 
     def fill(self, given: Sequence[Mapping[Share, Bits]]) -> bool:
         """Takes the share from others; False if they do not have all of it between them.
@@ -120,6 +126,10 @@ class State:
         self.is_whole = True
         self.bits: Bits = ()
         self._live = WHOLE
+        self.copies: tuple[Share, ...] = ()
+        self.redundancy = process.world.shape.redundancy
+        self._incoming: dict[Share, object] = {}
+        """The gradients of the owners of the copies."""
         self.parts: dict[Share, Bits] = {WHOLE: ()}
         self.spoil_next = False
         self._copy: Bits = ()
@@ -150,7 +160,11 @@ class State:
 
     def _update(self, generation: int) -> None:
         self.bits = (*self.bits, generation)
-        self.parts = {share: (*bits, generation) for share, bits in self.parts.items()}
+        incoming, self._incoming = self._incoming, {}
+        self.parts = {
+            share: (*bits, generation if share == self._live else incoming.get(share, "no gradient"))
+            for share, bits in self.parts.items()
+        }
 
     # As TrainState ----------------------------------------------------------------------------------------------------
 
@@ -225,10 +239,15 @@ class State:
         return Content(self)
 
     def shares(self) -> tuple[Share, ...]:
-        return tuple(dict.fromkeys((self._live, *self.parts)))
+        return tuple(dict.fromkeys((self._live, *self.copies, *self.parts)))
 
     def resharding(self, share: Share, *, own: bool = True) -> Plan:
         return Plan(self, share, own)
+
+    def copying(self, share: Share, partners: Any) -> Plan:
+        plan = Plan(self, share, own=True)
+        plan.is_copy = True
+        return plan
 
     def switch(self, plan: Plan, rest: Mapping[str, Any] | None = None) -> None:
         if rest is not None:
@@ -236,11 +255,29 @@ class State:
         assert plan.bits is not None, "a share that was not filled"
         if not plan.own:
             self.parts = {}
+        self.copies = ()
         self.parts = {plan.share: plan.bits, **{s: bits for s, bits in self.parts.items() if s != plan.share}}
         self._live = plan.share
 
-    def keep_live_share(self) -> None:
-        self.parts = {self._live: self.parts[self._live]}
+    def add_copy(self, plan: Plan) -> None:
+        """Keeps a copy from now on."""
+        assert plan.bits is not None, "a copy that was not filled"
+        self.parts[plan.share] = plan.bits
+        self.copies = (*self.copies, plan.share)
+
+    def retire_copies(self) -> None:
+        self.copies = ()
+
+    def keep_updated_shares(self) -> None:
+        self.parts = {share: self.parts[share] for share in (self._live, *self.copies)}
+
+    def send_gradients(self, group: Any) -> None:
+        if self.copies:
+            told = group.hear_all(f"copies-{self.step + 1}", (self._live, self._ran_in))
+            self._incoming = {share: gradient for share, gradient in told if share in self.copies}
+
+    def update_copies(self) -> None:
+        """See `_update`, which does it all."""
 
     def take_gradients(self) -> int:
         return self._ran_in

@@ -12,6 +12,7 @@ from simulation.world import Shape
 SMALL = Shape()
 PAIRS = Shape(members=(1, 3), steps=(3, 8), faults=(3, 9))
 SPREAD = Shape(members=(2, 4), faults=(2, 7), node_size=0)
+COPIES = Shape(members=(3, 5), faults=(2, 7), node_size=0, redundancy=2)
 NODES = Shape(members=(3, 6), faults=(2, 7), node_size=2)
 HOSTS = Shape(members=(4, 7), faults=(2, 7), node_size=2, hosts=3)
 SEEN = Shape(members=(3, 5), faults=(2, 7), hosts=2, containers=2)
@@ -80,6 +81,14 @@ SHAPES = {
     "replicas-slow": (replace(REPLICAS, steps=(2, 3), slow=True), 100),
     "replicas-away": (replace(AWAY, members=(2, 3), replica_size=2), 100),
     "replicas-fixed": (replace(REPLICAS, fixed=True), 100),
+    "copies": (COPIES, 200),
+    "copies-mixed": (replace(COPIES, mixed=True), 60),
+    "copies-three": (replace(COPIES, redundancy=3), 80),
+    "copies-away": (replace(AWAY, members=(3, 4), node_size=0, redundancy=2), 60),
+    "copies-drains": (replace(COPIES, drains=True), 80),
+    "copies-disks": (replace(DISKS, node_size=0, redundancy=2), 60),
+    "copies-seen": (replace(SEEN, node_size=0, redundancy=2), 60),
+    "copies-zombies": (replace(SEEN, node_size=0, redundancy=2, zombies=True), 60),
 }
 
 

@@ -51,6 +51,8 @@ class Shape:
             state are real ones.
         loses_disk: the coordinator's disk may be lost, or put back to an older copy.
         node_size: so many members hold one copy of the state between them, 0 for all.
+        redundancy: so many members hold each share, if there are as many.
+        mixed: some members are of the last release, which has no copies of shares.
         hosts: so many hosts there are, which share memory and die as one; 0 if each member has its own.
         containers: so many there are on each host, whose processes see each other; 0: no process sees another.
         zombies: those that are killed stay zombies for a while, or for ever.
@@ -78,6 +80,8 @@ class Shape:
     microbatches: bool = False
     loses_disk: bool = False
     node_size: int = 1
+    redundancy: int = 1
+    mixed: bool = False
     hosts: int = 0
     containers: int = 0
     zombies: bool = False

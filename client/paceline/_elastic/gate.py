@@ -195,6 +195,8 @@ class StepGate:
         self.flags = flags_of(sums)
         self._runner.word_completed(self._number)
         if (self._state.is_sharded or skips) and self._group.size > 1:
+            if self._state.is_sharded and not skips:
+                self._state.send_gradients(self._group)
             # From here on another member may see the second word complete, and change its state.
             self.is_prepared = self._state.is_sharded
             self._group.all_reduce(np.zeros(1), label=f"{'skip' if skips else 'gate'}-{self._number}")

@@ -72,7 +72,7 @@ class StateGuard:
         if self.receipts is not None and group.rank == 0:
             self.receipts.committed(self._state, group.generation)
         self._member.all_began()
-        self._state.keep_live_share()
+        self._state.keep_updated_shares()
 
     def about_to_change(self) -> None:
         """Checks that the state has not changed yet, and stops offering it to others, because it is about to change."""
@@ -141,6 +141,7 @@ class StateGuard:
             step.updating = step.gate.is_open
             raise
         step.updated = True
+        self._state.update_copies()
 
     def check(self) -> None:
         """See `state.Gate`."""

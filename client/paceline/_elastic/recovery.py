@@ -18,6 +18,7 @@ from paceline._elastic.saver import Saver, warning_of_frozen
 from paceline._elastic.state import TrainState
 from paceline._links.fault import Suspicion
 from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._placement import copy_partners
 from paceline._session.launcher_pipe import tell_once
 from paceline.errors import (
     CheckpointDamaged,
@@ -29,13 +30,16 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
-from paceline_protocol import Meet, MemberState, Share, Tag, Take
+from paceline_protocol import Meet, MemberState, Share, Tag, Take, share_of
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
 
 _FIRST_S, _MOST_S = 0.05, 1.0
 """Shortest and longest pause in seconds between takes that fail in a row; the coordinator orders retries at once."""
+
+COPIES_VERSION = 9
+"""The version of the protocol that has copies of shards: members of an earlier release send none."""
 
 _TRIES, _PATIENCES = 3, 10
 """A member leaves after so many failed takes in that many times `failure_timeout`, because the others wait for it."""
@@ -185,8 +189,37 @@ class StateRecovery:
 
     def train_on(self, share: Share) -> None:
         """Makes a share that this member holds the live one."""
-        if self._state.is_sharded and self._state.shares()[0] != share:
-            self._state.switch(self._state.resharding(share))
+        if self._state.is_sharded:
+            self._state.retire_copies()
+            if self._state.shares()[0] != share:
+                self._state.switch(self._state.resharding(share))
+
+    def take_copies(self) -> None:
+        """Takes copies of others' shares that this member is to have in its view and has not; mostly it has them all.
+
+        Call it before this member says that it has begun a step. It has some of their elements from before, and others
+        offer the rest until all have said so.
+
+        Raises:
+            PacelineError: a copy could not be fetched.
+        """
+        group, redundancy = self._job_line.group, self._state.redundancy
+        if group.mesh.version < COPIES_VERSION:
+            redundancy = 1
+        if len(self._state.copies) == min(redundancy, group.size) - 1:
+            return
+        partners = copy_partners(group.rank, group.members, redundancy)
+        base = self._member.held
+        assert base is not None
+        shares = [share_of(rank, group.size, self._state.node_size) for rank in range(group.size)]
+        holders = [Holder(peer, (shares[peer.rank],)) for peer in group.members if peer.rank != group.rank]
+        plans = [self._state.copying(shares[each.source], each) for each in partners]
+        for plan in plans:
+            if plan.wanted:
+                self._job_line.take_shards(base, holders, plan)
+        for plan in plans:
+            plan.switch()
+        self._member.copied(self._state.copies)
 
     def _finish(self, order: Take) -> None:
         """Finishes a step that others have applied: runs the optimizer on the gradients that were kept.

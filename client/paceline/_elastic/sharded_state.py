@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from paceline._elastic.parts import StatePart
 from paceline._parallel._optimizer_state import OptimizerState
 from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._copies import ShardCopies
 from paceline._parallel.sharding._holdings import Holding, ShardMove, holding, places_of
 from paceline._parallel.sharding._placement import ShardingStrategy
 from paceline._parallel.sharding._sharded_model import ShardedModel
@@ -19,13 +20,17 @@ from paceline_protocol import Share
 
 
 class ShardedState:
-    """The part of a `TrainState` that FSDP shards; `things` are the objects that the parts represent."""
+    """The part of a `TrainState` that FSDP shards; `things` are the objects that the parts represent.
+
+    `copies` are this member's copies of others' shards.
+    """
 
     def __init__(self, parts: Mapping[str, StatePart], things: Mapping[str, Any]) -> None:
         self._parts = parts
         self._things = things
         self._models = [thing for thing in things.values() if isinstance(thing, ShardedModel)]
         self._optimizers = [thing for thing in things.values() if isinstance(thing, OptimizerState)]
+        self.copies = ShardCopies(self._models, self._optimizers)
 
     @property
     def has_models(self) -> bool:
@@ -57,6 +62,18 @@ class ShardedState:
         return sizes.pop() if sizes else 1
 
     @property
+    def redundancy(self) -> int:
+        """The number of members that hold each shard; the outermost wrappers' count.
+
+        Raises:
+            UnsupportedOp: models have different ones.
+        """
+        found = {model.redundancy for model in self._models if any(part.is_sharded for part in model.parts())}
+        if len(found) > 1:
+            raise UnsupportedOp(f"models of the training state have different redundancy: {sorted(found)}")
+        return found.pop() if found else 1
+
+    @property
     def agreed(self) -> list[int]:
         """Fingerprints of the initial values that members agreed on before the cut; see `Unit.fingerprint`."""
         return [unit.fingerprint for model in self._models for unit in model.units()]
@@ -86,6 +103,14 @@ class ShardedState:
                 f"{' and '.join(gated.values())} are several optimizers of a sharded state, which can have only "
                 "one: make one for a wrapper around all models, or use ShardingStrategy.NO_SHARD"
             )
+        for optimizer in self._optimizers if self.redundancy > 1 else ():
+            optimizer.check_copying()
+            own = getattr(optimizer.stepper, "__dict__", {}).get("step")
+            if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # torch's schedulers only count steps
+                raise UnsupportedOp(
+                    f"this {type(optimizer.stepper).__name__} has a step() of its own: copies of other "
+                    "ranks' shards are updated by that of its class. Make a class of it, or pass FSDP redundancy=1"
+                )
         self.holding()
 
     def holding(self, *, to_write: bool = False) -> Holding:

@@ -21,9 +21,12 @@ from paceline._elastic.parts import StatePart, check_fit, part_of
 from paceline._elastic.reshard_plan import ReshardPlan, fill
 from paceline._elastic.sampler import ElasticSampler
 from paceline._elastic.sharded_state import ShardedState
+from paceline._group import Group
 from paceline._microbatch.receipts import ReceiptDamaged, checked_lines
 from paceline._parallel._optimizer_state import standing_for
 from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._holdings import Holding
+from paceline._parallel.sharding._placement import CopyPartners
 from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.pieces import Shard
 from paceline.checkpoint.tree import Leaf, join, split, split_shards
@@ -191,7 +194,7 @@ class TrainState:
         return any(part is thing for part in self._given.values())
 
     def offered(self) -> Content:
-        """Returns all that other members may fetch: everything, and the earlier shares that are kept."""
+        """Returns all that other members may fetch: everything, with copies and the earlier shares that are kept."""
         on_device: dict[int, DeviceArray] = {}
         places: list[NDArray[Any]] = []  # keeps their ids unique
 
@@ -202,7 +205,7 @@ class TrainState:
             on_device[id(places[-1])] = leaf
             return places[-1]
 
-        return Content.of(self._content(shown, lambda part: part.offered(shown)), list(self._kept.values()), on_device)
+        return Content.of(self._content(shown, lambda part: part.offered(shown)), self._others(), on_device)
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -380,9 +383,20 @@ class TrainState:
         """Number of ranks that hold one copy between them: 1 if each holds a whole copy, 0 for all ranks."""
         return self._spread.node_size
 
+    @property
+    def redundancy(self) -> int:
+        """Number of members that hold each shard, if there are as many."""
+        return self._spread.redundancy
+
+    @property
+    def copies(self) -> tuple[Share, ...]:
+        """The shares of others of which this member has copies that each step updates."""
+        return tuple(Share(*share) for share in self._spread.copies.updated)
+
     def shares(self) -> tuple[Share, ...]:
-        """The shares that this member can give in full, the live one first."""
-        return tuple(dict.fromkeys((self._spread.share, *self._kept)))
+        """The shares that this member can give in full: the live one, the copies, and earlier ones."""
+        copies = map(Share._make, self._spread.copies.holdings())
+        return tuple(dict.fromkeys((self._spread.share, *copies, *self._kept)))
 
     def resharding(self, share: Share, *, own: bool = True) -> ReshardPlan:
         """Prepares a change to a share; allocates memory for it and changes nothing else.
@@ -392,15 +406,29 @@ class TrainState:
             own: False if the shares that this member holds are of another state than the wanted one.
         """
         move = self._spread.move(share)
-        targets = self._spread.named(move.target)
-        sources = [self._spread.named(self._spread.holding()), *self._kept.values()]
-        wanted = fill(targets, sources if own else [])
-        return ReshardPlan(share, own, targets, wanted, self._spread.cut, move.switch)
+        return self._plan(share, move.target, move.switch, own=own)
+
+    def copying(self, share: Share, partners: CopyPartners) -> ReshardPlan:
+        """Prepares a copy of another member's share, as `resharding` does; its `switch` keeps the copy."""
+        copies = self._spread.copies
+        if share in copies:
+            return ReshardPlan(share, True, {}, [], self._spread.cut, lambda: copies.add(share, partners))
+        memory = copies.make(share)
+        return self._plan(share, memory.target, lambda: copies.add(share, partners, memory), own=True)
+
+    def _plan(self, share: Share, target: Holding, switch: Callable[[], None], *, own: bool) -> ReshardPlan:
+        targets = self._spread.named(target)
+        wanted = fill(targets, [self._spread.named(self._spread.holding()), *self._others()] if own else [])
+        return ReshardPlan(share, own, targets, wanted, self._spread.cut, switch)
+
+    def _others(self) -> list[dict[str, Shard]]:
+        """Returns the arrays of all shares but the live one, by name."""
+        return [*map(self._spread.named, self._spread.copies.holdings().values()), *self._kept.values()]
 
     def switch(self, plan: ReshardPlan, rest: Mapping[str, Any] | None = None) -> None:
         """Makes the prepared and filled share the live one. All or nothing.
 
-        The earlier share is kept until `keep_live_share` if it is of the same state.
+        The earlier share is kept until `keep_updated_shares` if it is of the same state.
 
         Args:
             plan: the latest plan of `resharding`.
@@ -414,17 +442,32 @@ class TrainState:
         if rest is not None:
             self.load_state_dict(rest)
         was_whole, self.is_whole = self.is_whole, False
+        self.retire_copies()
         if not plan.own:
-            self._kept.clear()
+            self.keep_updated_shares()  # none but the live one, which is replaced
         plan.switch()
+        self._spread.copies.drop(plan.share)
         if plan.own and before != plan.share:
             self._kept.pop(plan.share, None)
             self._kept[before] = shards
         self.is_whole = was_whole
 
-    def keep_live_share(self) -> None:
-        """Drops all shares but the live one."""
+    def retire_copies(self) -> None:
+        """Ends all updates of copies: in a new view members have other shares."""
+        self._spread.copies.retire()
+
+    def keep_updated_shares(self) -> None:
+        """Drops all shares but the live one and the copies that each step updates."""
         self._kept.clear()
+        self._spread.copies.drop_retired()
+
+    def send_gradients(self, group: Group) -> None:
+        """Gives the gradients of the next update to the members that have copies of this one's share; a collective."""
+        self._spread.copies.send_gradients(group)
+
+    def update_copies(self) -> None:
+        """Updates the copies with the gradients of their owners; call it right before the optimizer's own update."""
+        self._spread.copies.update()
 
     def take_gradients(self) -> list[tuple[Parameter, NDArray[Any]]]:
         """Takes away the gradients of the next update, because the user's loop may clear those that it finds."""
@@ -440,6 +483,7 @@ class TrainState:
         self.is_whole = False
         for parameter, gradient in gradients:
             parameter._hold(gradient)
+        self.update_copies()
         for thing, own in self._gates:
             if own is None:
                 type(thing).step(thing)

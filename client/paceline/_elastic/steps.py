@@ -69,6 +69,9 @@ def make_loop(
         saver: Saver = _ReplaySaver(replay.checkpoint)
     else:
         saver = _make_saver(job_line, state, checkpoint_dir, checkpoint_every)
+    if before is not None:  # the script may have changed the state since, and copies of shards would be old
+        state.retire_copies()
+        state.keep_updated_shares()
     held = before.held_of(state) if before is not None else None
     stored = False
     if held is None and state.is_sharded:

@@ -171,6 +171,8 @@ class TrainingLoop:
         with_gradients = group.takes_piggybacks
         self._member.begin()
         try:
+            if self._state.is_sharded:  # before the word, which says that this member has them
+                self._recovery.take_copies()
             if self.mates.size > 1:  # wrappers agree on their models here, and not in the first forward pass
                 self._state.prepare()
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes

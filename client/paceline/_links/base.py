@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from paceline._links.fault import Fault
 from paceline._links.frame import Frame
 from paceline_protocol import Member
+from pacelinepb import PROTOCOL_VERSION
 
 LEND_BYTES = 16 << 10
 """Smaller payloads are never lent: copying one costs no more than waiting for its release."""
@@ -221,8 +222,10 @@ class Mesh(abc.ABC):
         rank: this member's rank.
         peers: all members in rank order, including this one.
         fault: how the generation ends.
+        version: the version of the protocol that all members speak; the newest if they are of one process.
     """
 
+    version = PROTOCOL_VERSION
     generation: int
     rank: int
     peers: Sequence[Peer]

@@ -43,6 +43,7 @@ class FaultyMesh(Mesh):
         self.rank = mesh.rank
         self.peers = mesh.peers
         self.fault = mesh.fault
+        self.version = mesh.version
         self.inner = mesh
         self._tamper = tamper
 

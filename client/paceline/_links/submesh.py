@@ -22,6 +22,7 @@ class SubMesh(Mesh):
         self.rank = members.index(mesh.rank)
         self.peers = tuple(mesh.peers[member] for member in members)
         self.fault = mesh.fault
+        self.version = mesh.version
         self.name = name
         self._mesh = mesh
         self._members = tuple(members)

@@ -42,8 +42,9 @@ class FSDP:
 
     **A world that changes.** In `session.steps` workers come and go, and shards move between them without stopping
     training, if the `TrainState` has the model and its optimizer. A candidate builds the whole model. If a worker
-    crashes, its shard is lost; other ranks have a copy under NO_SHARD, and other nodes under HYBRID_SHARD, which then
-    needs `intra_node_size`. Under the other strategies training continues from the checkpoint.
+    crashes, others hold its shard too: `redundancy` - 1 of them, all under NO_SHARD, and one in each other node under
+    HYBRID_SHARD, which then needs `intra_node_size`. If all ranks that hold a shard are lost at once,
+    training continues from the checkpoint.
 
     **Parameters.** `fsdp.named_parameters()` has this rank's pieces, shape [elements here], under the module's paths.
     The module's own parameters have values only while their unit runs, and inside `unshard()`. Under SHARD_GRAD_OP they
@@ -65,6 +66,9 @@ class FSDP:
             for their own. Trained shards and the computation keep their dtype; only values that travel are rounded.
             Gradients travel multiplied by their weights (B samples), so float16 may overflow.
         ahead: number of units to gather before they run; 0 for none. Only the outermost wrapper's counts.
+        redundancy: for FULL_SHARD and SHARD_GRAD_OP, the number of ranks that hold each shard in `session.steps`, 1 to
+            8: one less may be lost at once. None for 2 in an elastic job of 3 and more workers, and 1 in others. Only
+            the outermost wrapper's counts.
 
     Attributes:
         module: as above.
@@ -76,7 +80,7 @@ class FSDP:
             communication dtype cannot travel or is not a float.
         InvalidWorldSize: the ranks do not make up nodes of one size; raised at first use if workers may come and go.
         ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
-            groups, or `ahead` is negative.
+            groups, `ahead` is negative, or `redundancy` is not 1 to 8, or above 1 for another strategy.
     """
 
     def __init__(
@@ -88,11 +92,14 @@ class FSDP:
         *,
         communication_dtype: DTypeLike | None = None,
         ahead: int = 1,
+        redundancy: int | None = None,
     ) -> None:
         self.module = module
         self.group = group
         wire = checked_wire(communication_dtype)
-        self._sharded = ShardedModel(module, group, strategy, intra_node_size, wire=wire, ahead=ahead)
+        self._sharded = ShardedModel(
+            module, group, strategy, intra_node_size, wire=wire, ahead=ahead, redundancy=redundancy
+        )
         self.strategy = self._sharded.strategy
 
     def __repr__(self) -> str:

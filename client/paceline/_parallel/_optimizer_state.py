@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline._parallel._parameter import Parameter
 from paceline.errors import SizeMismatch
+
+
+class CopiedPiece(NamedTuple):
+    """A copy of what another rank has of a parameter."""
+
+    values: NDArray[Any]
+    """Shape [elements there]."""
+    gradient: NDArray[Any] | None
+    """As for the values; None if the parameter has none."""
 
 
 class OptimizerState(abc.ABC):
@@ -55,6 +64,19 @@ class OptimizerState(abc.ABC):
     @abc.abstractmethod
     def move(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Replaces the live arrays, because the parameters have other shapes now."""
+
+    def check_copying(self) -> None:
+        """Raises `UnsupportedOp` if `update_copy` could make another update than `step`."""
+        return
+
+    @abc.abstractmethod
+    def update_copy(self, pieces: Mapping[str, CopiedPiece], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Updates, in place, copies of what another rank has as that rank's next `step` will; changes nothing else.
+
+        Args:
+            pieces: by path, those of the parameters that are copied.
+            arrays: the copies of its state, by the keys of `live_arrays`. Numbers are the same on all ranks.
+        """
 
     @abc.abstractmethod
     def zero_grad(self) -> None:

@@ -185,6 +185,7 @@ class ShardedDriver:
         *,
         narrow: bool,
         ahead: int,
+        redundancy: int | None = None,
     ) -> None:
         self.module = module
         self.sharded = ShardedModel(
@@ -195,6 +196,7 @@ class ShardedDriver:
             wire=np.dtype(ml_dtypes.bfloat16) if narrow else None,
             computes=narrow,
             ahead=ahead,
+            redundancy=redundancy,
             make_transport=transport_of,
             accumulation=partial(Accumulation, adds_up=True),
             agreed=_observe,

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline._parallel._optimizer_state import OptimizerState
+from paceline._parallel._optimizer_state import CopiedPiece, OptimizerState
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -121,6 +121,37 @@ class TorchOptimizer(OptimizerState):
             path, _, name = key.rpartition("/")
             self._state(self._pieces[path])[name] = tensor_of(array)
 
+    def check_copying(self) -> None:
+        """Raises `UnsupportedOp` if the optimizer has hooks around its step, which a copy's update does not run."""
+        kept = vars(self._optimizer)
+        if kept.get("_optimizer_step_pre_hooks") or kept.get("_optimizer_step_post_hooks"):
+            raise UnsupportedOp(
+                f"this {self._kind} has hooks around its step, which may change what it does on one rank alone: remove "
+                "them, or pass FSDP redundancy=1, without copies of other ranks' shards"
+            )
+
+    def update_copy(self, pieces: Mapping[str, CopiedPiece], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Updates copies of what another rank has, as that rank's next step will; see `OptimizerState`."""
+        copies: dict[int, Any] = {}
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        for path, (values, gradient) in pieces.items():
+            original = self._pieces[path].tensor
+            copies[id(original)] = copied = torch.nn.Parameter(tensor_of(values), requires_grad=original.requires_grad)
+            copied.grad = None if gradient is None else tensor_of(gradient)
+            for name, value in self._state(self._pieces[path]).items():
+                array = arrays.get(f"{path}/{name}")
+                state[copied][name] = _copied(value) if array is None else tensor_of(array)
+        groups = [
+            {**group, "params": [copies[id(tensor)] for tensor in group["params"] if id(tensor) in copies]}
+            for group in self._optimizer.param_groups
+        ]
+        _step(self._like([group for group in groups if group["params"]], state))
+        for path in pieces:  # an optimizer may have put other tensors in the place of its state's
+            for name, value in state[copies[id(self._pieces[path].tensor)]].items():
+                array = arrays.get(f"{path}/{name}")
+                if array is not None and (new := array_of(value)).ctypes.data != array.ctypes.data:
+                    array[...] = new
+
     def zero_grad(self) -> None:
         """Sets every gradient to None."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -178,22 +209,30 @@ class TorchOptimizer(OptimizerState):
         """Returns the state that such an optimizer has for a single zero after a step with gradient zero."""
         probe = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype))
         probe.grad = torch.zeros_like(probe)
+        twin = self._like([{**group, "params": [probe]}], defaultdict(dict))
+        try:
+            _step(twin)
+        except TypeError as error:
+            raise UnsupportedOp(f"a {self._kind} does not step by itself: {error}") from error
+        state: dict[str, Any] = twin.state[probe]
+        return state
+
+    def _like(self, groups: list[dict[str, Any]], state: dict[Any, dict[str, Any]]) -> Any:
+        """Returns an optimizer of the same kind with copies of these groups and with this state, without hooks."""
         kind = type(self._optimizer)
         twin = object.__new__(kind)
         twin.__dict__ = {
             **self._optimizer.__dict__,
-            "state": defaultdict(dict),
-            "param_groups": [{**group, "params": [probe]}],
+            "state": state,
+            "param_groups": [
+                {name: value if name == "params" else _copied(value) for name, value in group.items()}
+                for group in groups
+            ],
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
         twin.__dict__.pop("step", None)  # a scheduler's wrapper that counts steps
-        try:
-            kind.step(twin)
-        except TypeError as error:
-            raise UnsupportedOp(f"a {kind.__name__} does not step by itself: {error}") from error
-        state: dict[str, Any] = twin.state[probe]
-        return state
+        return twin
 
     def _check(self, state: Mapping[str, Any], tensor: Any) -> None:
         for name, value in state.items():
@@ -260,6 +299,19 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return bool(value.ndim == 0)
     return type(value) in _PLAIN or (type(value) is tuple and all(type(one) in _PLAIN for one in value))
+
+
+def _step(optimizer: Any) -> None:
+    """Calls the `step` of an optimizer's class, without the hooks that torch runs around every optimizer's."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer)
+
+
+def _copied(value: Any) -> Any:
+    """Copies a number of the state or of the settings, which may be a tensor."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _plain(value: Any) -> Any:

@@ -70,6 +70,7 @@ class FSDP(Wrapped):
             bits, and so do buffers: make a module that computes with buffers, such as BatchNorm, a unit of its own
             without mixed precision.
         ahead: number of units to gather before they run; 0 for none. Only the outermost wrapper's counts.
+        redundancy: the number of ranks that hold each shard in `session.steps`; see `paceline.FSDP`.
 
     Attributes:
         module: as above.
@@ -81,7 +82,7 @@ class FSDP(Wrapped):
             if parameters are on a device, and the group's engine cannot gather and scatter there.
         InvalidWorldSize: the ranks do not make up nodes of one size.
         ValueError: there is no such strategy, `intra_node_size` was given without HYBRID_SHARD, units have different
-            groups, or `ahead` is negative.
+            groups, `ahead` is negative, or `redundancy` is not 1 to 8, or above 1 for another strategy.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class FSDP(Wrapped):
         auto_wrap: type | tuple[type, ...] = (),
         mixed_precision: str | None = None,
         ahead: int = 1,
+        redundancy: int | None = None,
     ) -> None:
         if mixed_precision not in (None, "bf16"):
             raise UnsupportedOp(f'mixed_precision must be "bf16" or None, not {mixed_precision!r}')
@@ -103,12 +105,26 @@ class FSDP(Wrapped):
         refuse_sync_batch_norm(module)
 
         def unit(part: Any) -> FSDP:
-            return FSDP(part, group, strategy, intra_node_size, mixed_precision=mixed_precision, ahead=ahead)
+            return FSDP(
+                part,
+                group,
+                strategy,
+                intra_node_size,
+                mixed_precision=mixed_precision,
+                ahead=ahead,
+                redundancy=redundancy,
+            )
 
         replaced(module, auto_wrap if isinstance(auto_wrap, tuple) else (auto_wrap,), unit)
         self.module = module
         self._driver = ShardedDriver(
-            Adapter(module), group, strategy, intra_node_size, narrow=mixed_precision is not None, ahead=ahead
+            Adapter(module),
+            group,
+            strategy,
+            intra_node_size,
+            narrow=mixed_precision is not None,
+            ahead=ahead,
+            redundancy=redundancy,
         )
         self.sharded = self._driver.sharded
         self.strategy = self.sharded.strategy

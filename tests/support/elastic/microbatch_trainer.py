@@ -2,7 +2,8 @@
 
     python microbatch_trainer.py '{"model": "mlp", "total": 8, ...}'
 
-Lines: as those of trainer.py; "done" has the digest, and so has "applied" unless the state is sharded.
+Lines: as those of trainer.py; "done" has the digest, and so has "applied" unless the state is sharded, of which a line
+"digest" tells it now and then.
 """
 
 from __future__ import annotations
@@ -137,6 +138,10 @@ def main() -> None:
                     emit("applied", generation=step.generation, step=step.number, digest=digest, world=step.world)
                 else:
                     emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
+                if state.is_sharded and step.applied and step.number % plan.get("digest_every", step.number + 1) == 0:
+                    for attempt in session.retry():
+                        with attempt:
+                            emit("digest", step=state.step, digest=state.fingerprint().hex())
                 if plan.get("stop_at") == step.number and step.applied:
                     break
         except paceline.Dismissed as end:

@@ -40,13 +40,14 @@ def one_process_bits(folder: Path, model: str, total: int, microbatches: int = 8
         "faults": [],
         "brake": brake,
         "join_timeout": 30.0,
+        "digest_every": 1,
     }
     command = [sys.executable, str(Path(__file__).parent.parent.parent / _TRAINER), json.dumps(plan)]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")} | _ONE_THREAD
     done = subprocess.run(command, input="\n", capture_output=True, text=True, env=variables, check=False)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    return {event["step"]: event["digest"] for event in events if event["event"] in ("applied", "done")}
+    return {event["step"]: event["digest"] for event in events if event.get("digest")}
 
 
 def check_bits(
@@ -56,7 +57,7 @@ def check_bits(
 
     `expected` are the digests of one process; None to train it here, with so many microbatches.
     """
-    told = [event for trainer in c.trainers for kind in ("applied", "done") for event in trainer.of(kind)]
+    told = [event for trainer in c.trainers for kind in ("applied", "digest", "done") for event in trainer.of(kind)]
     told = [event for event in told if event["digest"]]
     assert told, f"nobody has told a digest\n{c}"
     last = max(event["step"] for event in told)
@@ -140,7 +141,7 @@ class BitsSoak:
     checkpoint with another number of workers.
 
     Args:
-        model: of `microbatch_problem`.
+        model: of `microbatch_problem`. If its state is spread, no part of it may be lost.
         seconds: length of both storms together.
         say: where lines for people go.
 
@@ -153,6 +154,7 @@ class BitsSoak:
         self.counts: Counter[str] = Counter()
         self.worlds: set[int] = set()
         self._model = model
+        self._is_spread = "shard" in model
         self._seconds = seconds
         self._say = say
         self._known: dict[int, str] = {}
@@ -191,15 +193,18 @@ class BitsSoak:
         """A cluster behind a storm; the block ends all its workers, whose steps are checked then."""
         folder.mkdir()
         # torch's first steps are silent for a second on a busy machine.
-        patience = FAILURE_TIMEOUT if self._model == "mlp" else 3 * FAILURE_TIMEOUT
+        patience = FAILURE_TIMEOUT if self._model.startswith("mlp") else 3 * FAILURE_TIMEOUT
         plan |= {"least": 1, "most": MOST + 2, "total": 1 << 30, "failure_timeout": patience, "pace": 0.04, "log": True}
+        plan |= {"digest_every": 3}
         with in_microbatches(folder, self._model, **plan) as c:
             faults: list[str] = []
-            storm = Storm(c, seed, faults.append, gaps=(0.1, 0.6), stall=60.0)
+            storm = Storm(c, seed, faults.append, gaps=(0.1, 0.6), stall=60.0, mends=self._is_spread)
             try:
                 c.start(world)
                 c.wait_for_step(4)
                 storm.blow(self._seconds / 2)
+                lost = [line for t in c.trainers for line in t.stderr.splitlines() if "state is lost" in line]
+                assert not (self._is_spread and lost), f"a part of the state was lost: {lost[0]}"
                 yield c
                 c.wait(60)
                 steps = applied_steps(c)

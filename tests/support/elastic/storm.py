@@ -44,6 +44,8 @@ class Storm:
         seed: of the choices.
         say: where a line for each fault goes.
         kills: whether workers are killed too.
+        mends: whether nobody is killed or frozen before all have applied a step since the fault before: of a state
+            that is spread, one at a time may lose its share.
         gaps: least and greatest time in seconds between two faults.
         stall: seconds without any step applied after which the job counts as stuck.
 
@@ -62,6 +64,7 @@ class Storm:
         say: Callable[[str], None],
         *,
         kills: bool = True,
+        mends: bool = False,
         gaps: tuple[float, float] = (0.5, 2.0),
         stall: float = STALL,
     ) -> None:
@@ -74,6 +77,7 @@ class Storm:
         self._random = random.Random(seed)
         self._say = say
         self._kills = kills
+        self._mends = mends
         self._gaps, self._stall = gaps, stall
         self._start = time.monotonic()
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -112,8 +116,10 @@ class Storm:
             fault = "start"
         victims = [trainer for trainer in running if trainer not in self._frozen]
         self._random.shuffle(victims)
-        wanted = 2 if fault == "kill two" else 1
+        wanted = 2 if fault == "kill two" and not self._mends else 1
         safe = len(running) - wanted >= LEAST and len(self._holders(without=victims[:wanted])) >= 1
+        if self._mends:
+            safe = safe and len(self._holders(without=[])) == len(self._running())
         match fault:
             case "start" if len(running) < MOST:
                 (new,) = self._cluster.start(1)

@@ -79,7 +79,7 @@ def main() -> None:
                 )
         else:
             model = build(seed, hidden)
-            wrapped = wrap(plan["wrapper"], model, session, bucket_mb)
+            wrapped = wrap(plan["wrapper"], model, session, bucket_mb, plan.get("redundancy"))
             trained = model if plan["wrapper"] == "ddp" else wrapped
             optimizer, parts = paceline.optim.Adam(trained, lr=0.01), {}
         if "data" not in parts:
@@ -158,7 +158,7 @@ def main() -> None:
         emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 
 
-def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None) -> Any:
+def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None, redundancy: int | None = None) -> Any:
     """The model as the plan has it."""
     if kind == "ddp":
         return paceline.DDP(model, session.group, bucket_mb=bucket_mb)
@@ -166,7 +166,8 @@ def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None) -> Any:
     size = 2 if strategy is paceline.ShardingStrategy.HYBRID_SHARD else None
     first, second, third = model.modules
     first = paceline.FSDP(first, session.group, strategy, size)
-    return paceline.FSDP(paceline.nn.Sequential(first, second, third), session.group, strategy, size)
+    model = paceline.nn.Sequential(first, second, third)
+    return paceline.FSDP(model, session.group, strategy, size, redundancy=redundancy)
 
 
 def large(state: Any, problem: Any) -> list[Any]:

@@ -15,10 +15,22 @@ from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline._links.nowhere import NoMesh
 from paceline._parallel._parameter import Parameter
+from paceline._parallel.sharding._placement import copy_partners
 from paceline_protocol import Share, share_of
 from support.parts import SOON, each
 
-__all__ = ["BATCH", "Trainee", "all_do", "fill_from", "form", "one_process", "reshard", "together"]
+__all__ = [
+    "BATCH",
+    "Trainee",
+    "all_do",
+    "check_copies",
+    "fill_from",
+    "form",
+    "one_process",
+    "reshard",
+    "take_copies",
+    "together",
+]
 
 BATCH = 8
 
@@ -158,3 +170,28 @@ def reshard(before: Sequence[Trainee], after: Sequence[Trainee]) -> None:
         plan = trainee.state.resharding(share, own=own)
         fill_from(plan, before)
         trainee.state.switch(plan, None if own else whole.tree())
+
+
+def take_copies(here: Sequence[Any], redundancy: int = 2) -> None:
+    """Each takes the copies that it is to have in its view."""
+    for rank, trainee in enumerate(here):
+        trainee.state.retire_copies()
+        for partners in copy_partners(rank, trainee.group.members, redundancy):
+            plan = trainee.state.copying(Share(partners.source, len(here)), partners)
+            fill_from(plan, here)
+            plan.switch()
+        trainee.state.keep_updated_shares()
+
+
+def _bits(arrays: dict[str, Any]) -> dict[str, tuple[int, bytes]]:
+    return {name: (shard.start, shard.values.tobytes()) for name, shard in arrays.items()}
+
+
+def check_copies(here: Sequence[Any]) -> int:
+    """Compares each copy with the shard of its owner; returns how many there are."""
+    spread = [trainee.state._spread for trainee in here]
+    live = {spread.share: _bits(spread.named(spread.holding())) for spread in spread}
+    copies = [(share, _bits(one.named(held))) for one in spread for share, held in one.copies.holdings().items()]
+    for share, found in copies:
+        assert found == live[Share(*share)], share
+    return len(copies)

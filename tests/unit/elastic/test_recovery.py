@@ -43,6 +43,7 @@ class Scene:
         state: Any = SimpleNamespace(
             is_sharded=True,
             shares=lambda: self.place.shares,
+            retire_copies=lambda: None,
             resharding=lambda share, own=True: self._note("plan", plan),
             switch=lambda plan, rest: self._switch(rest),
             objects={"model": (None, SimpleNamespace(parameters=lambda: {"w": self.parameter}))},

@@ -91,7 +91,7 @@ def test_training_goes_on_identically_after_resharding_to_any_world(name: str, w
         together(after, number)
         for trainee in after:
             assert trainee.seen == EXPECTED[number]
-            trainee.state.keep_live_share()
+            trainee.state.keep_updated_shares()
     back = [*before[:world], *after][:world]
     reshard(after, back)
     form(back, 3)
@@ -171,7 +171,7 @@ def test_a_reshard_plan_changes_nothing_before_the_switch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
-def test_a_member_offers_its_old_share_until_keep_live_share(name: str) -> None:
+def test_a_member_offers_its_old_share_until_keep_updated_shares(name: str) -> None:
     here = trained(name, 4, 2)
     bits = whole(here)
     old = [trainee.state.shares()[0] for trainee in here]
@@ -189,7 +189,7 @@ def test_a_member_offers_its_old_share_until_keep_live_share(name: str) -> None:
     newcomer.state.switch(plan, held.tree())
     assert newcomer.state.shares() == (old[1],), "what it built itself is no share of this state"
     assert whole([here[0], newcomer, *here[2:]]) == bits
-    here[1].state.keep_live_share()
+    here[1].state.keep_updated_shares()
     assert here[1].state.shares() == (WHOLE,)
 
 

@@ -133,6 +133,11 @@ def test_a_prepared_step_that_no_member_applied_is_undone() -> None:
     assert (meeting.base, names(meeting.members)) == (BASE, "m0 m1")
 
 
+def test_a_prepared_member_finishes_its_copies_too() -> None:
+    meeting = convene(job([part("0/3 1/3", NEXT), part("1/3 2/3", prepared=NEXT), SURE]))
+    assert (meeting.base, names(meeting.donors), names(meeting.laggards)) == (NEXT, "m0", "m1")
+
+
 def test_a_leaving_member_stays_until_the_others_have_its_part() -> None:
     members = [part("0/3"), part("1/3", leaving=True), part("2/3")]
     meeting = convene(job(members))

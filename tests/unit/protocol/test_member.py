@@ -189,6 +189,28 @@ def test_a_prepared_member_finishes_the_step_that_others_applied() -> None:
     assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(FIRST,))
 
 
+def test_copies_are_kept_when_all_have_begun_and_finished_with_the_step() -> None:
+    place = in_spread_view(0, 2, WHOLE)
+    place.begin()
+    place.copied((SECOND,))
+    assert place.shares == (FIRST, SECOND, WHOLE)
+    place.all_began()
+    place.prepare(1)
+    assert place.meet() == Meet(2, START, True, node_size=0, shares=(FIRST, SECOND), prepared=Tag(2, 1))
+    place.catch_up(2, Tag(2, 1), WHOLE)
+    assert place.took() == Meet(2, Tag(2, 1), True, node_size=0, shares=(FIRST, SECOND))
+    assert place.formed(MemberView(3, 1, Tag(2, 1), frozenset(), 2)) is None
+    assert place.shares == (SECOND, FIRST)
+    place.begin()
+    place.all_began()
+    assert place.shares == (SECOND,), "in the next view it takes its copies anew"
+
+
+def test_a_member_reports_at_most_64_shares() -> None:
+    shares = tuple(Share(0, parts) for parts in range(2, 102))
+    assert MemberState(START, 0, shares).meet().shares == shares[:64]
+
+
 @pytest.mark.parametrize("base", [START, Tag(1, 1), Tag(2, 2)])
 def test_a_prepared_step_other_than_the_base_is_undone(base: Tag) -> None:
     place = prepared()

@@ -349,13 +349,16 @@ class Flat:
         if ranks is None or not self.is_spread:
             return [np.zeros(0, self.dtype) if gradient is None else gradient for gradient in gradients]
         fresh: NDArray[Any] = ranks.empty(self.layout.padded, self.dtype)
-        own = fresh[self._own]
-        own.fill(0)
-        for gradient, place in zip(gradients, self._places, strict=True):
-            if gradient is not None:
-                own[place] = gradient.reshape(-1)
-        ranks.all_gather(own, out=fresh, label=self.label)
+        self.pack_gradients(fresh[self._own])
+        ranks.all_gather(fresh[self._own], out=fresh, label=self.label)
         return list(self.views(fresh))
+
+    def pack_gradients(self, into: NDArray[Any]) -> None:
+        """Copies the reduced gradients of this rank's shard, shape [S]; zeros where there is none."""
+        into.fill(0)
+        for piece, place in zip(self.pieces, self._places, strict=True):
+            if (gradient := piece.grad) is not None:
+                into[place] = gradient.reshape(-1)
 
     @property
     def is_summoned(self) -> bool:

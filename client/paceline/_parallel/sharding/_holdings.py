@@ -6,7 +6,7 @@ nothing, and references to the old arrays stay valid after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline._group import Group
 from paceline._parallel._data_parallel import DDP
 from paceline._parallel._optimizer_state import OptimizerState, standing_for
 from paceline._parallel._parameter import HasParameters, Parameter, buffers_of, parameters_of
+from paceline._parallel.sharding._flat import Flat, Room
 from paceline._parallel.sharding._sharded_model import ShardedModel
 from paceline._parallel.sharding._unit import Unit
 from paceline.checkpoint.pieces import Shard
@@ -71,27 +72,28 @@ def holding(models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState]
     return Holding((0, 1) if whole else cuts.pop(), values, states)
 
 
-class ShardMove:
-    """A move of this rank to another share of the state; `target` is memory for the caller to fill.
+class ShardMemory:
+    """Memory for a share of the state. `target` are its arrays, for the caller to fill.
 
-    The models are the outermost wrappers, with all optimizers of their pieces.
+    The models are the outermost wrappers, with all optimizers of their pieces. `keeps_full` says whether strategies
+    that keep parameters whole get memory for that too.
     """
 
     def __init__(
-        self, models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], share: tuple[int, int]
+        self,
+        models: Sequence[ShardedModel],
+        optimizers: Sequence[OptimizerState],
+        share: tuple[int, int],
+        *,
+        keeps_full: bool = True,
     ) -> None:
         shard, shards = share
-        for model in models:
-            model.check_not_summoned("the view changed inside unshard(): the whole parameters there would be lost")
-        self._models = models
-        self._optimizers = optimizers
-        self._units = [(unit, model.place_of(shard, shards)) for model, unit in _units(models)]
-        self._rooms = [[flat.room(place) for flat in unit.flats] for unit, place in self._units]
+        self.units = [(unit, model.place_of(shard, shards, keeps_full=keeps_full)) for model, unit in _units(models)]
+        self.rooms = [[flat.room(place) for flat in unit.flats] for unit, place in self.units]
         values: dict[int, Shard] = {}
-        for (unit, _), rooms in zip(self._units, self._rooms, strict=True):
-            for flat, room in zip(unit.flats, rooms, strict=True):
-                for p, piece, (elements, start) in zip(flat.parameters, flat.pieces, room.runs(), strict=True):
-                    values[id(piece)] = Shard(elements, start, p.shape)
+        for flat, room in self.pairs():
+            for p, piece, (elements, start) in zip(flat.parameters, flat.pieces, room.runs(), strict=True):
+                values[id(piece)] = Shard(elements, start, p.shape)
         states = {
             id(optimizer): {key: Shard(np.empty(like.values.size, array.dtype), like.start, like.shape)
                             for key, array in optimizer.live_arrays().items()
@@ -100,11 +102,42 @@ class ShardMove:
         }  # fmt: skip
         self.target = Holding(share, values, states)
 
+    def pairs(self) -> Iterator[tuple[Flat, Room]]:
+        """Yields each flat array with its memory."""
+        for (unit, _), rooms in zip(self.units, self.rooms, strict=True):
+            yield from zip(unit.flats, rooms, strict=True)
+
+    def arrays(self, optimizer: OptimizerState) -> dict[str, NDArray[Any]]:
+        """Returns the arrays of an optimizer's state, by the keys of `live_arrays`; new ones begin with zeros."""
+        states = self.target.states[id(optimizer)]
+        for key, array in optimizer.live_arrays().items():
+            like = self.target.values.get(id(_piece(optimizer, key)))
+            if like is not None and key not in states:  # of a parameter that was frozen until now
+                states[key] = Shard(np.zeros(like.values.size, array.dtype), like.start, like.shape)
+        return {key: shard.values for key, shard in states.items()}
+
+
+class ShardMove:
+    """A move of this rank to another share of the state; `target` is memory for the caller to fill.
+
+    The arguments are those of `ShardMemory`.
+    """
+
+    def __init__(
+        self, models: Sequence[ShardedModel], optimizers: Sequence[OptimizerState], share: tuple[int, int]
+    ) -> None:
+        for model in models:
+            model.check_not_summoned("the view changed inside unshard(): the whole parameters there would be lost")
+        self._models = models
+        self._optimizers = optimizers
+        self._memory = ShardMemory(models, optimizers, share)
+        self.target = self._memory.target
+
     def switch(self) -> None:
         """Makes the filled target this rank's state, all of it at once."""
         for model in self._models:
             model.expire()
-        for (unit, place), rooms in zip(self._units, self._rooms, strict=True):
+        for (unit, place), rooms in zip(self._memory.units, self._memory.rooms, strict=True):
             unit.move_to(place, rooms)
         for optimizer in self._optimizers:
             state = self.target.states[id(optimizer)]

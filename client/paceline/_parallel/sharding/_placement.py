@@ -19,6 +19,7 @@ from enum import Enum
 from itertools import accumulate
 from math import prod
 from operator import index
+from typing import NamedTuple
 
 from paceline._links.base import Peer
 from paceline.errors import InvalidWorldSize
@@ -100,6 +101,40 @@ def _as_they_share_memory(members: Sequence[Peer]) -> tuple[tuple[int, ...], ...
             "to divide the ranks otherwise"
         )
     return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+class CopyPartners(NamedTuple):
+    """The ranks with which a rank exchanges gradients for one of its copies."""
+
+    to: int
+    """The rank that has a copy of this rank's shard."""
+    source: int
+    """The rank of whose shard this rank has a copy."""
+
+
+def copy_partners(rank: int, members: Sequence[Peer], redundancy: int) -> list[CopyPartners]:
+    """Returns the partners for each copy that a rank has, if `redundancy` ranks hold each shard.
+
+    A shard and its copies are on ranks one after the other, so that little has to move when the world changes, if these
+    are on different machines or all ranks are on one. Else the ranks form a circle in the order of their machines, in
+    which a shard and its copies are W // redundancy seats apart: on different machines, unless one has more than W //
+    redundancy ranks. Every rank has equally many copies.
+    """
+    world = len(members)
+    redundancy = min(redundancy, world)
+    # Containers of one machine share no memory, so they are nodes of their own, but they end with it.
+    machines = [peer.node.partition("/")[0] or peer.host for peer in members]
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    circle, apart = list(range(world)), 1
+    neighbours = [{machines[(first + n) % world] for n in range(redundancy)} for first in range(world)]
+    if min(map(len, neighbours)) < min(redundancy, len(numbers)):
+        circle.sort(key=lambda member: numbers[machines[member]])
+        apart = world // redundancy
+    here = circle.index(rank)
+    return [
+        CopyPartners(circle[(here + n * apart) % world], circle[(here - n * apart) % world])
+        for n in range(1, redundancy)
+    ]
 
 
 class FlatLayout:

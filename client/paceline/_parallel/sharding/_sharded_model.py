@@ -34,13 +34,16 @@ from paceline._parallel.sharding._state_dicts import (
 from paceline._parallel.sharding._unit import Unit, join_units
 from paceline.errors import InvalidRank, InvalidWorldSize, StepOrderError, UnsupportedOp
 
+MAX_REDUNDANCY = 8
+"""More copies would cost more memory than HYBRID_SHARD with as many nodes."""
+
 
 class ShardedModel:
     """One FSDP wrapper, for any framework; the `SynchronizedModel` of FSDP.
 
     Args:
         module: the model or a part of it; where a wrapper inside owns a parameter, it lists the piece.
-        group, strategy, intra_node_size, ahead: as for `paceline.FSDP`.
+        group, strategy, intra_node_size, ahead, redundancy: as for `paceline.FSDP`.
         wire: dtype of values and gradients on the wire; None for their own.
         computes: whether the module computes with values in the dtype `wire`.
         make_transport: makes the transport of each flat array; None for links.
@@ -66,6 +69,7 @@ class ShardedModel:
         wire: np.dtype[Any] | None = None,
         computes: bool = False,
         ahead: int = 1,
+        redundancy: int | None = None,
         make_transport: MakeTransport = lambda ranks, parameters: None,
         accumulation: Callable[[Mapping[str, Parameter], Mapping[str, Parameter]], Accumulation] = Accumulation,
         agreed: Callable[[UnitRunner], None] = lambda runner: None,
@@ -82,6 +86,7 @@ class ShardedModel:
         if ahead < 0:
             raise ValueError(f"ahead must be a number of units, 0 or more, not {ahead!r}")
         self._ahead = ahead
+        self._redundancy = None if redundancy is None else index(redundancy)
         self._wire = wire
         self._computes = computes
         self._make_transport = make_transport
@@ -95,6 +100,7 @@ class ShardedModel:
         self._inner = inner
         for part in inner:
             part.outermost = self
+        self._check_redundancy()
         self._pieces = {id(p): piece for p, piece in self.unit.pairs()}
         for p, piece in self.unit.pairs():
             p._owner = piece._owner = self
@@ -110,6 +116,30 @@ class ShardedModel:
     def is_sharded(self) -> bool:
         """True if ranks hold different shards under this strategy, even if the world has one rank."""
         return self.strategy is not ShardingStrategy.NO_SHARD and self.intra_node_size != 1
+
+    @property
+    def redundancy(self) -> int:
+        """The number of ranks that hold each shard: as given, or 2 where losing one rank must not lose a shard."""
+        if self._redundancy is not None:
+            return self._redundancy
+        return 2 if self._spreads and self.group.is_elastic and self.group.most_members > 2 else 1
+
+    @property
+    def _spreads(self) -> bool:
+        """True if a part of the model is cut into as many shards as there are ranks."""
+        every = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+        return any(part.strategy in every for part in self.parts())
+
+    def _check_redundancy(self) -> None:
+        if self._redundancy is None:
+            return
+        if not 1 <= self._redundancy <= MAX_REDUNDANCY:
+            raise ValueError(f"redundancy must be 1 to {MAX_REDUNDANCY}, not {self._redundancy}")
+        if self._redundancy > 1 and not self._spreads:
+            raise ValueError(
+                f"redundancy={self._redundancy} is for FULL_SHARD and SHARD_GRAD_OP: under HYBRID_SHARD each other "
+                "node holds a shard too, and under NO_SHARD all ranks hold everything"
+            )
 
     @property
     def is_outermost(self) -> bool:
@@ -379,9 +409,12 @@ class ShardedModel:
                 ) from None
             return place(self.strategy, self.group.rank, (), self.intra_node_size)
 
-    def place_of(self, shard: int, shards: int) -> Placement:
-        """Returns a place in a future view, whose other ranks are not known yet."""
-        keeps_full = self.strategy is ShardingStrategy.SHARD_GRAD_OP
+    def place_of(self, shard: int, shards: int, *, keeps_full: bool = True) -> Placement:
+        """Returns a place in a future view, whose other ranks are not known yet.
+
+        Without `keeps_full` it is that of a shard alone, whatever the strategy.
+        """
+        keeps_full = keeps_full and self.strategy is ShardingStrategy.SHARD_GRAD_OP
         return Placement(tuple(range(shards)), (shard,), shard, (), keeps_full)
 
     def check_not_summoned(self, message: str) -> None:
