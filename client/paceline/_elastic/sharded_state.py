@@ -108,8 +108,8 @@ class ShardedState:
             own = getattr(optimizer.stepper, "__dict__", {}).get("step")
             if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):  # torch's schedulers only count steps
                 raise UnsupportedOp(
-                    f"this {type(optimizer.stepper).__name__} has a step() of its own: copies of other "
-                    "ranks' shards are updated by that of its class. Make a class of it, or pass FSDP redundancy=1"
+                    f"this {type(optimizer.stepper).__name__} has a step() of its own, but copies of other ranks' "
+                    "shards are updated by that of its class: override it in a subclass, or pass FSDP redundancy=1"
                 )
         self.holding()
 

@@ -629,7 +629,8 @@ class Collectives(ObjectCollectives):
         Args:
             x: this rank's array; dtype and shape must agree.
             to: the rank that receives it; another one on each rank.
-            source: the rank whose `to` is this rank. A rank that names itself gets a copy of its own array.
+            source: the rank whose `to` is this rank, which is not checked: a rank waits for one that sends elsewhere. A
+                rank that names itself gets a copy of its own array.
             out: receives the result; may be `x`.
             label: as for `all_reduce`.
             timeout: seconds.
@@ -647,7 +648,9 @@ class Collectives(ObjectCollectives):
         self._check_rank("to", to)
         self._check_rank("source", source)
         if (to == self.rank) != (source == self.rank):
-            raise InvalidRank(f"a shift to rank {to} from rank {source}, at rank {self.rank}: both are itself, or none")
+            raise InvalidRank(
+                f"a shift to rank {to} from rank {source}, at rank {self.rank}: name this rank in both or in neither"
+            )
         array = as_array(x)
         return self._issue(
             lambda bound: shift_task(bound.engine, array, to, source, out, labelled(label)), timeout, async_op

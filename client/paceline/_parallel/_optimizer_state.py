@@ -71,7 +71,9 @@ class OptimizerState(abc.ABC):
 
     @abc.abstractmethod
     def update_copy(self, pieces: Mapping[str, CopiedPiece], arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Updates, in place, copies of what another rank has as that rank's next `step` will; changes nothing else.
+        """Updates, in place, copies of what another rank has as that rank's next `step` will.
+
+        That needs a `step` which follows from gradients, state and settings alone, and draws no random numbers.
 
         Args:
             pieces: by path, those of the parameters that are copied.

@@ -605,8 +605,8 @@ class Meet(_message.Message):
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
         """The shares of that state that it holds, first the one that it trains on, then its copies of others'. At most 64:
-        each view that did not come to a step adds some. Each has `node_size` parts, or 1 of a state that was not cut yet; if `node_size` is 0, as many
-        as some view had members. Unset if members hold the whole state.
+        each view that did not come to a step adds some. Each has `node_size` parts, or 1 of a state that was not cut yet;
+        if `node_size` is 0, as many as some view had members. Unset if members hold the whole state.
         """
 
     @_builtins.property

@@ -51,6 +51,7 @@ RANKS: dict[str, Callable[[Group, int], object]] = {
     "scatter": lambda g, bad: g.scatter([X] * g.size, root=bad),
     "broadcast_object": lambda g, bad: g.broadcast_object("x", root=bad),
     "gather_object": lambda g, bad: g.gather_object("x", root=bad),
+    "shift": lambda g, bad: g.shift(X, bad, 0),
     "send": lambda g, bad: g.send(X, bad),
     "recv": lambda g, bad: g.recv(bad),
     "global_rank": lambda g, bad: g.global_rank(bad),

@@ -42,6 +42,7 @@ KINDS: list[Callable[[Group, int, bool], Any]] = [
     lambda group, root, later: group.gather(X[: group.rank], root=root, uneven=True, async_op=later),
     lambda group, root, later: group.all_to_all(X, async_op=later),
     lambda group, root, later: group.all_to_all(X, send_counts=[2, 4, 6], async_op=later),
+    lambda group, root, later: group.shift(X, (group.rank + 1) % 3, (group.rank - 1) % 3, async_op=later),
     lambda group, root, later: group.barrier(),
     lambda group, root, later: group.all_gather_object({"rank": group.rank}),
     lambda group, root, later: group.average({"a": X, "b": [X]}),

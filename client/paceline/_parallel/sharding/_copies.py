@@ -162,7 +162,7 @@ class ShardCopies:
         """Ends the step on all ranks, because a copy is not what it should be."""
         mesh = group.mesh
         text = (
-            f"{mesh.peers[mesh.rank]} has other values in its copy of the shard of {mesh.peers[owner]} than that has: "
+            f"the copy of the shard of {mesh.peers[owner]} on {mesh.peers[mesh.rank]} differs from the shard: "
             "during session.steps only the optimizer of the training state may change the parameters of a model that "
             "FSDP shards, on all ranks alike. To change them otherwise, pass FSDP redundancy=1, which makes no copies"
         )
@@ -211,7 +211,7 @@ def _flats(models: Sequence[ShardedModel]) -> Iterator[Flat]:
 
 
 def _fit(memory: Arrays, sizes: Mapping[np.dtype[Any], int], group: Group) -> None:
-    """Makes arrays of these sizes, unless there are: they stay the same from step to step."""
+    """Makes arrays of these sizes, unless they exist: they stay the same from step to step."""
     if {dtype: array.size for dtype, array in memory.items()} != sizes:
         memory.clear()
         memory.update({dtype: group.empty(size, dtype) for dtype, size in sizes.items()})
@@ -219,5 +219,5 @@ def _fit(memory: Arrays, sizes: Mapping[np.dtype[Any], int], group: Group) -> No
 
 def _are_close(here: NDArray[Any], there: NDArray[Any]) -> bool:
     """True if a copy's values are those of its owner, but for rounding."""
-    most = float(np.abs(there).max(initial=0.0))
+    most = float(np.abs(there).max(initial=0.0, where=np.isfinite(there)))
     return bool(np.allclose(here, there, rtol=0.0, atol=_TOLERANCE * most, equal_nan=True))

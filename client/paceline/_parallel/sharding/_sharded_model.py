@@ -35,7 +35,7 @@ from paceline._parallel.sharding._unit import Unit, join_units
 from paceline.errors import InvalidRank, InvalidWorldSize, StepOrderError, UnsupportedOp
 
 MAX_REDUNDANCY = 8
-"""More copies would cost more memory than HYBRID_SHARD with as many nodes."""
+"""Each copy costs a message and an update in every step."""
 
 
 class ShardedModel:
