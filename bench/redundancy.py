@@ -1,4 +1,4 @@
-"""What copies of shards cost, and what they save: four workers that shard a NumPy model on this machine.
+"""Measures steps and recovery with copies of shards: four workers shard a NumPy model on this machine.
 
     python bench/redundancy.py --rounds 5
 

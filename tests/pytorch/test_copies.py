@@ -88,7 +88,7 @@ def test_copies_have_the_bits_of_the_shards_after_each_step(optimizer: Callable[
         assert check_copies(here) == 3
 
 
-def test_parameters_stay_whole_and_copies_are_of_shards_alone() -> None:
+def test_copies_under_shard_grad_op_hold_only_shards() -> None:
     here = trainees(2, OPTIMIZERS["AdamW"], "SHARD_GRAD_OP")
     together(here, 1)
     assert check_copies(here) == 2

@@ -25,7 +25,7 @@ def test_sending_no_gradients_to_copies_is_detected(monkeypatch: pytest.MonkeyPa
 
 
 def test_taking_copies_after_the_first_word_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When that is complete, earlier shares are dropped."""
+    """Earlier shares are dropped when the first word is complete."""
 
     def send_gradients(state: State, group: Group) -> None:
         state.process.session._line._recovery.late()  # type: ignore[union-attr]

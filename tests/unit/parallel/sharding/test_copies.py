@@ -247,7 +247,7 @@ def test_values_that_are_not_finite_are_compared_with_the_others(odd: float) -> 
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
-def test_a_model_may_be_read_as_a_whole_between_steps(name: str) -> None:
+def test_unshard_and_state_dict_between_steps_leave_copies_valid(name: str) -> None:
     here = trainees(name, 2)
 
     def read(trainee: Copying) -> None:
