@@ -26,7 +26,7 @@ import numpy as np
 import paceline
 from paceline._base.sum_order import EVEN
 from paceline._microbatch.attempt import StepAttempt
-from paceline._microbatch.rank_plan import even_plan
+from paceline._microbatch.rank_plan import usual_plan
 
 KINDS = ("plain", "slices", "microbatches")
 
@@ -115,7 +115,7 @@ CASES: dict[str, Callable[[Any], Any]] = {"mlp": NumpyCase, "cnn": Cnn, "lm": Lm
 
 def step(kind: str, case: Any, group: Any, microbatches: int) -> None:
     """One step of one kind."""
-    batch, plan = case.batch, even_plan(group.rank, group.size, microbatches)
+    batch, plan = case.batch, usual_plan(group.rank, group.size, microbatches)
     attempt = StepAttempt(plan)
     case.optimizer.zero_grad()
     if kind == "plain":

@@ -24,7 +24,7 @@ from unit.engines.fake_engine import connected_engine, engines_of, makers
 
 from paceline._links.base import Peer
 from paceline._microbatch.attempt import StepAttempt
-from paceline._microbatch.rank_plan import even_plan
+from paceline._microbatch.rank_plan import usual_plan
 from paceline.config import Config
 from paceline.engines import DataEngine, EngineFailed, EngineTimeout, OnDevice
 from paceline.engines._catalogue import make_engine
@@ -547,7 +547,7 @@ def test_engine_training_matches_training_over_links(
 
 def test_microbatches_with_an_engine_are_refused_with_a_workaround(config: Config) -> None:
     def compute(group: Any) -> None:
-        attempt = StepAttempt(even_plan(0, 1, 4))
+        attempt = StepAttempt(usual_plan(0, 1, 4))
         turn, *_ = attempt.turns()
         attempt.enter(turn)
         group.set_order(turn)

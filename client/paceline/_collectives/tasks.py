@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -139,7 +140,7 @@ def check_terms(
         raise UnsupportedOp(f"{leaves} leaves for {world} ranks: each needs at least one, so take more microbatches")
     if nodes is None:
         nodes = subtrees_by_rank(world, leaves)
-    elif len(nodes) != world or joined((node for of_rank in nodes for node in of_rank), leaves) != ((0, leaves),):
+    elif len(nodes) != world or not _are_whole(nodes, leaves):
         raise UnsupportedOp(f"nodes={nodes} are not those of {leaves} leaves at {world} ranks")
     wanted = max(1, len(nodes[rank]))
     if len(terms) != wanted:
@@ -153,6 +154,12 @@ def check_terms(
         if (term.dtype, term.shape) != (first.dtype, first.shape):
             raise SizeMismatch(f"the sums of leaves differ: {term.dtype}{term.shape} and {first.dtype}{first.shape}")
     return tuple(terms)
+
+
+@lru_cache(maxsize=64)
+def _are_whole(nodes: _Nodes, leaves: int) -> bool:
+    """Returns True if the nodes are the whole tree, each leaf once."""
+    return joined((node for of_rank in nodes for node in of_rank), leaves) == ((0, leaves),)
 
 
 class _ReductionPlan(NamedTuple):

@@ -1,9 +1,9 @@
 """The samples of a rank in a step: a pure function of (step, rank, world), so the world may change at any time.
 
 There are n samples, a global batch of B, and W ranks. Batch t of an epoch is perm(seed, epoch)[tB : min((t + 1) B, n)],
-b samples; rank r takes [r b // W, (r + 1) b // W) of it. No member reserves samples, so nothing is given back when one
-goes: the step runs again with other ranges (I6). The sampler's position is part of the training state, and moves when a
-step is applied.
+b samples; rank r takes [r b // W, (r + 1) b // W) of it, unless the shares follow the speeds of the ranks (`balance`).
+No member reserves samples, so nothing is given back when one goes: the step runs again with other ranges (I6). The
+sampler's position is part of the training state, and moves when a step is applied.
 
 With V *microbatches*, the batch is divided into V by the same rule, whatever W is, and rank r computes those from
 r V // W to (r + 1) V // W - 1: see docs/decisions/17.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.shares import Shares, range_of
 from paceline.errors import InvalidRank, InvalidWorldSize
 
 CHECK_EVERY = "sampler check_every"
@@ -120,6 +121,10 @@ class ElasticSampler:
             raise ValueError("with per_rank_batch the global batch depends on the size of the world")
         return self._size
 
+    def batch_size(self, world: int) -> int:
+        """Returns the samples of a whole batch in a world of that size."""
+        return self._size * world if self._per_rank else self._size
+
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches in an epoch; the last one is smaller if B does not divide n."""
@@ -142,9 +147,9 @@ class ElasticSampler:
         """The factor for the learning rate: W with `per_rank_batch`, else 1, since B does not depend on the world."""
         return float(world) if self._per_rank else 1.0
 
-    def current(self, rank: int, world: int) -> tuple[NDArray[np.intp], float]:
-        """Returns one rank's part of the present batch, like `share`."""
-        return share_out(self._batch(self.epoch, self.offset, world), rank, world)
+    def current(self, rank: int, world: int, shares: Shares | None = None) -> tuple[NDArray[np.intp], float]:
+        """Returns one rank's part of the present batch, like `share`; `shares` are None for equal ones."""
+        return share_out(self._batch(self.epoch, self.offset, world), rank, world, shares)
 
     def current_microbatch(self, number: int) -> tuple[NDArray[np.intp], float]:
         """Returns one microbatch of the present batch, and its weight b_v / b; an empty one has one index of weight 0.
@@ -156,13 +161,13 @@ class ElasticSampler:
             raise ValueError(f"microbatch {number} is none of the {self.microbatches} of a step")
         return share_out(self._batch(self.epoch, self.offset, 1), number, self.microbatches)
 
-    def ahead(self, rank: int, world: int) -> Iterator[Planned]:
-        """Yields one rank's part of the present batch, and of all later ones if the world stays as it is. Never ends.
+    def ahead(self, rank: int, world: int, shares: Shares | None = None) -> Iterator[Planned]:
+        """Yields one rank's part of this batch, and of all later ones if world and shares stay as they are. Never ends.
 
         A loader that fetches samples early reads here what will probably come. The sampler does not move; the first
         item is what `current` returns now, and a later move of the sampler does not change the rest.
         """
-        return self._walk(self.epoch, self.offset, rank, world)
+        return self._walk(self.epoch, self.offset, rank, world, shares)
 
     def microbatches_ahead(self, numbers: Sequence[int], usual: Sequence[int]) -> Iterator[Planned]:
         """Yields microbatches of the present batch, then those of all later ones. Never ends.
@@ -227,15 +232,14 @@ class ElasticSampler:
         """
         return share_out(self.batch(step), rank, world)
 
-    def _walk(self, epoch: int, offset: int, rank: int, world: int) -> Iterator[Planned]:
+    def _walk(self, epoch: int, offset: int, rank: int, world: int, shares: Shares | None) -> Iterator[Planned]:
         while True:
             batch = self._batch(epoch, offset, world)
-            yield Planned(epoch, offset, *share_out(batch, rank, world))
+            yield Planned(epoch, offset, *share_out(batch, rank, world, shares))
             epoch, offset = self._after(epoch, offset + len(batch))
 
     def _batch(self, epoch: int, offset: int, world: int) -> NDArray[np.intp]:
-        size = self._size * world if self._per_rank else self._size
-        return self._permutation(epoch)[offset : offset + size]
+        return self._permutation(epoch)[offset : offset + self.batch_size(world)]
 
     def _after(self, epoch: int, offset: int) -> tuple[int, int]:
         """Returns the position of the next batch, once `offset` samples of the epoch are used."""
@@ -260,13 +264,15 @@ class ElasticSampler:
         return given
 
 
-def share_out(batch: NDArray[np.intp], rank: int, world: int) -> tuple[NDArray[np.intp], float]:
+def share_out(
+    batch: NDArray[np.intp], rank: int, world: int, shares: Shares | None = None
+) -> tuple[NDArray[np.intp], float]:
     """Returns one rank's part of a global batch, shape [b] with b >= 1, like `ElasticSampler.share`."""
     if world < 1:
         raise InvalidWorldSize(f"a world has at least one rank, not {world}")
     if not 0 <= rank < world:
         raise InvalidRank(f"rank {rank} is not in a world of {world}", ranks=(rank,))
-    mine = batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
+    mine = batch[slice(*range_of(rank, world, len(batch), shares))]
     if not len(mine):
         return batch[:1].copy(), 0.0
     return mine.copy(), len(mine) / len(batch)

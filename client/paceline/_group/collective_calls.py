@@ -6,7 +6,7 @@ The tasks themselves are in `_collectives/tasks.py` and its neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, Unpack, overload
+from typing import Literal, TypeAlias, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 
@@ -41,6 +41,8 @@ from paceline.compression import Codec, Memory, codec_of
 from paceline.errors import InvalidRank
 
 T = TypeVar("T")
+
+_Nodes: TypeAlias = tuple[tuple[Node, ...], ...] | None
 
 
 class Collectives(ObjectCollectives):
@@ -144,8 +146,7 @@ class Collectives(ObjectCollectives):
             SizeMismatch: the terms or `out` differ in shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        if nodes is not None and nodes == subtrees_by_rank(self.size, leaves):
-            nodes = None
+        nodes = self._unless_usual(nodes, leaves)
         arrays = check_terms(terms, self.rank, self.size, leaves, nodes)
         return self._issue(
             lambda bound: reducing_task(
@@ -262,6 +263,7 @@ class Collectives(ObjectCollectives):
         terms: Sequence[Array],
         *,
         leaves: int,
+        nodes: tuple[tuple[Node, ...], ...] | None = None,
         label: str = "",
         divisor: Callable[[], float] | None = None,
         timeout: float | None = None,
@@ -272,6 +274,7 @@ class Collectives(ObjectCollectives):
         Args:
             terms: as for `all_reduce_tree`; each has shape [W * m, ...].
             leaves: likewise.
+            nodes: likewise.
             label: as for `all_reduce`.
             divisor: likewise.
             timeout: seconds.
@@ -284,7 +287,8 @@ class Collectives(ObjectCollectives):
             SizeMismatch: the terms differ in shape, or axis 0 has no W equal parts.
             UnsupportedOp, PacelineError: as for `all_reduce_tree`.
         """
-        arrays = check_terms(terms, self.rank, self.size, leaves)
+        nodes = self._unless_usual(nodes, leaves)
+        arrays = check_terms(terms, self.rank, self.size, leaves, nodes)
         return self._issue(
             lambda bound: reducing_task(
                 bound.engine,
@@ -298,10 +302,15 @@ class Collectives(ObjectCollectives):
                 divisor,
                 arrays,
                 leaves,
+                nodes,
             ),
             timeout,
             async_op,
         )
+
+    def _unless_usual(self, nodes: _Nodes, leaves: int) -> _Nodes:
+        """Returns the nodes, None if they are those of equal shares: then the signature has none."""
+        return None if nodes == subtrees_by_rank(self.size, leaves) else nodes
 
     def average(self, tree: T, *, timeout: float | None = None) -> T:
         """Averages over all ranks every array in nested dicts, lists and tuples, with one all_reduce for each dtype.

@@ -75,6 +75,7 @@ class StepAttempt:
 
     Attributes:
         plan: what this rank does in the present loop over its microbatches.
+        usual: the microbatches that it computes in an undisturbed step.
         turn: the turn that runs; None between turns.
         between: the order that the group holds between turns.
         label: an object without contents that stands for the attempt.
@@ -88,6 +89,7 @@ class StepAttempt:
     def __init__(self, plan: RankPlan, *, asks: bool = False, digested: int | None = None) -> None:
         self.phase = AttemptPhase.ASKING if asks else AttemptPhase.BETWEEN
         self.plan = self._usual = plan
+        self.usual = plan.numbers
         self.turn: MicrobatchTurn | None = None
         self.between = _BetweenTurns(plan.leaves)
         self.label = object()
@@ -260,6 +262,7 @@ class MicrobatchTurn(SumOrder):
         self.number, self.plan, self.is_check = number, plan, is_check
         self.name = f"microbatch {number}"
         self.leaves, self.nodes, self.root = plan.leaves, plan.nodes, plan.root
+        self.usual = attempt.usual
         self.is_root = self.root == plan.rank
         self.leaf = None if plan.repeats else (number, number + 1)
         self.is_first = number == plan.numbers[0] and not is_check

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from paceline._base.sum_order import SumOrder
 from paceline._links.base import Mesh, Peer
 from paceline._microbatch.attempt import MicrobatchTurn
-from paceline._microbatch.sum_tree import leaves_of
 
 _MICROBATCHES = 1 << 41
 """Tells seeds of microbatches from those of ranks and samples."""
@@ -141,10 +140,9 @@ class Microbatch:
 
     def ahead(self) -> Iterator[Any]:
         """Yields this one, and what the rank computes after it if the world stays as it is; never ends."""
-        ahead, plan = self.step.sampler.microbatches_ahead, self._turn.plan
-        usual = range(*leaves_of(plan.rank, len(plan.nodes), plan.leaves))
-        now = plan.numbers
-        return ahead([self.number, *now] if self._turn.is_check else now[now.index(self.number) :], usual)  # type: ignore[no-any-return]
+        ahead, now = self.step.sampler.microbatches_ahead, self._turn.plan.numbers
+        ahead_now = [self.number, *now] if self._turn.is_check else now[now.index(self.number) :]
+        return ahead(ahead_now, self._turn.usual)  # type: ignore[no-any-return]
 
     def __enter__(self) -> Microbatch:
         self._runner.enter(self._turn, self.weight, self._seed)

@@ -1,9 +1,9 @@
 """Divides the microbatches of a step among ranks, and chooses the sums that each rank gives to the total. Pure.
 
-In an undisturbed step rank r computes the microbatches [r V // W, (r + 1) V // W). If an attempt at the step was
-undone, ranks may still hold sums from it: nodes of the tree (`sum_tree`). Then these are kept, and only the missing
-microbatches are computed, spread evenly over the ranks (docs/decisions/18). All ranks compute the same plan from the
-same table of what each of them holds.
+In an undisturbed step rank r computes the microbatches [r V // W, (r + 1) V // W), or as many as its share has. If an
+attempt at the step was undone, ranks may still hold sums from it: nodes of the tree (`sum_tree`). Then these are kept,
+and only the missing microbatches are computed, spread evenly over the ranks (docs/decisions/18). All ranks compute the
+same plan from the same table of what each of them holds.
 
 Letters: V microbatches, the leaves of the tree, W world size.
 """
@@ -17,8 +17,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.shares import Shares, ranges_of
 from paceline._base.sum_order import Node
-from paceline._microbatch.sum_tree import joined, leaves_of, maximal_subtrees, subtrees_by_rank
+from paceline._microbatch.sum_tree import joined, maximal_subtrees, subtrees_by_rank
 
 _REFUSES = -1
 """In all places of a row: this rank refuses any sums that were kept."""
@@ -49,17 +50,17 @@ class RankPlan:
         return next(rank for rank, nodes in enumerate(self.nodes) if nodes and nodes[0][0] == 0)
 
 
-def even_plan(rank: int, world: int, leaves: int) -> RankPlan:
+def usual_plan(rank: int, world: int, leaves: int, shares: Shares | None = None) -> RankPlan:
     """Returns the plan of a rank for an undisturbed step."""
-    return plan_ranks(((),) * world, leaves)[rank]
+    return plan_ranks(((),) * world, leaves, shares)[rank]
 
 
 @lru_cache(maxsize=64)
-def plan_ranks(held: tuple[tuple[Node, ...], ...], leaves: int) -> tuple[RankPlan, ...]:
+def plan_ranks(held: tuple[tuple[Node, ...], ...], leaves: int, shares: Shares | None = None) -> tuple[RankPlan, ...]:
     """Returns the plan of each rank, from the nodes of which each rank has sums.
 
     Of nodes that overlap the greatest is kept, of equal ones that of the lowest rank. The missing ones are divided in
-    one range for each rank, whose lengths differ by 1 at most.
+    one range for each rank, whose lengths differ by 1 at most if shares are equal.
     """
     world = len(held)
     if leaves < world:
@@ -74,18 +75,15 @@ def plan_ranks(held: tuple[tuple[Node, ...], ...], leaves: int) -> tuple[RankPla
             taken.update(range(*node))
             kept[rank].append(node)
     missing = [number for number in range(leaves) if number not in taken]
-    own = [missing[slice(*leaves_of(rank, world, len(missing)))] for rank in range(world)]
+    own = [missing[lo:hi] for lo, hi in ranges_of(world, len(missing), shares)]
     nodes = tuple(
         joined([*kept[rank], *((number, number + 1) for number in own[rank])], leaves) for rank in range(world)
     )
-    if not taken:
+    if not taken and shares is None:
         nodes = subtrees_by_rank(world, leaves)  # the same, and the object that others compare with
-    usual = [leaves_of(rank, world, leaves)[0] for rank in range(world)]
     return tuple(
-        RankPlan(
-            leaves, rank, tuple(own[rank]) or (usual[rank],), nodes, tuple(sorted(kept[rank])), repeats=not own[rank]
-        )
-        for rank in range(world)
+        RankPlan(leaves, rank, tuple(own[rank]) or (first,), nodes, tuple(sorted(kept[rank])), repeats=not own[rank])
+        for rank, (first, _) in enumerate(ranges_of(world, leaves, shares))
     )
 
 

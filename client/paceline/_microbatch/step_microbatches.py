@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.shares import Shares
 from paceline._base.sum_order import EVEN, Node
 from paceline._base.work import Work
 from paceline._links.fault import Suspicion
 from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.microbatch import Batches, Microbatch, MicrobatchedStep, StepGroup, microbatch_seed
-from paceline._microbatch.rank_plan import even_plan, held_of_row, plan_ranks
+from paceline._microbatch.rank_plan import held_of_row, plan_ranks, usual_plan
 from paceline._microbatch.twice import compare_twice, computed_twice
 from paceline.errors import StepOrderError
 from paceline_protocol import Tag
@@ -31,6 +32,7 @@ class StepMicrobatches:
         prepare: has the wrappers of the training state agree on their models; a collective at first use.
         kept: the sums that this rank keeps from an undone attempt; None if no rank keeps any in this job.
         told: the exchange of what each rank has kept, as rows of `row_of_held`; None after a generation's first step.
+        shares: those of the step; None for equal ones, as in a generation's first step.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class StepMicrobatches:
         seed_frameworks: Callable[..., None],
         kept: KeptSums | None,
         told: Work[Any] | None,
+        shares: Shares | None,
         has_mates: bool,
     ) -> None:
         self.step = step
@@ -59,10 +62,10 @@ class StepMicrobatches:
         self._compared = False
         """Whether ranks have compared what several have computed, or need not: the state changes next."""
         rank, world, leaves = group.rank, group.size, sampler.microbatches
-        self._twice = computed_twice(seed, step.number, world, leaves, sampler.check_every)
+        self._twice = computed_twice(seed, step.number, world, leaves, sampler.check_every, shares)
         own = self._twice is not None and self._twice.owner == rank
         self._attempt = StepAttempt(
-            even_plan(rank, world, leaves),
+            usual_plan(rank, world, leaves, shares),
             asks=told is not None,
             digested=self._twice.number if own and self._twice is not None else None,
         )
@@ -101,8 +104,8 @@ class StepMicrobatches:
 
     def own_samples(self) -> int:
         """Returns the number of this rank's samples in an undisturbed step, whether they were read or not."""
-        own = even_plan(self._group.rank, self._group.size, self._sampler.microbatches).numbers
-        return sum(len(indices) for indices, weight in map(self._sampler.current_microbatch, own) if weight)
+        own = map(self._sampler.current_microbatch, self._attempt.usual)
+        return sum(len(indices) for indices, weight in own if weight)
 
     def check_update(self, optimizer: object, *, updates: bool) -> None:
         """See `StepAttempt.check_update`."""

@@ -4,10 +4,10 @@ The tree has the microbatches 0 to V-1 as leaves, and its nodes are ranges [lo, 
 leaf splits after the greatest power of two below its size, so all left children are whole powers of two. A node's sum
 is the sum of its left child plus that of its right one.
 
-A rank has contiguous leaves, [r V // W, (r + 1) V // W), unless a step is repaired (`rank_plan`). It adds up the
-*maximal subtrees* of this range: the greatest nodes that lie within it, one after the other. All ranks' maximal
-subtrees together cover the tree from left to right, so any rank that has their sums can finish it: each addition is a
-node of the same tree, and gives the same bits.
+A rank has contiguous leaves, [r V // W, (r + 1) V // W), unless shares are unequal or a step is repaired (`rank_plan`).
+It adds up the *maximal subtrees* of this range: the greatest nodes that lie within it, one after the other. All ranks'
+maximal subtrees together cover the tree from left to right, so any rank that has their sums can finish it: each
+addition is a node of the same tree, and gives the same bits.
 
 Letters: V leaves, v one of them, W world size, r rank.
 """
@@ -17,12 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
+from paceline._base.shares import range_of
 from paceline._base.sum_order import Node
-
-
-def leaves_of(rank: int, world: int, leaves: int) -> Node:
-    """Returns the leaves of a rank; at least one if there are as many leaves as ranks."""
-    return rank * leaves // world, (rank + 1) * leaves // world
 
 
 def split_of(node: Node) -> int:
@@ -50,7 +46,7 @@ def _within(lo: int, hi: int, node: Node) -> Iterator[Node]:
 @lru_cache(maxsize=256)
 def subtrees_by_rank(world: int, leaves: int) -> tuple[tuple[Node, ...], ...]:
     """Returns the maximal subtrees of each rank."""
-    return tuple(maximal_subtrees(*leaves_of(rank, world, leaves), leaves) for rank in range(world))
+    return tuple(maximal_subtrees(*range_of(rank, world, leaves), leaves) for rank in range(world))
 
 
 def closes(left: Node, right: Node, leaves: int) -> bool:

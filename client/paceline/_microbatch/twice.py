@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paceline._base.shares import Shares, ranges_of
 from paceline._links.base import Peer
 from paceline._links.fault import Suspicion
 from paceline._microbatch.microbatch import StepGroup
-from paceline._microbatch.sum_tree import leaves_of
 from paceline.errors import DivergenceError, PacelineError
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
@@ -34,7 +34,9 @@ class ComputedTwice(NamedTuple):
     checkers: tuple[int, ...]
 
 
-def computed_twice(seed: int, step: int, world: int, leaves: int, every: int) -> ComputedTwice | None:
+def computed_twice(
+    seed: int, step: int, world: int, leaves: int, every: int, shares: Shares | None = None
+) -> ComputedTwice | None:
     """Returns the microbatch that is computed twice; None if it is not the turn of the step, or `every` is 0.
 
     With three ranks or more there are two checkers, so that a majority can be right.
@@ -43,7 +45,7 @@ def computed_twice(seed: int, step: int, world: int, leaves: int, every: int) ->
         return None
     # Raw bits, since only they stay the same in all versions of NumPy (NEP 19).
     number = int(np.random.PCG64(np.random.SeedSequence([seed, step, _TWICE])).random_raw()) % leaves
-    owner = next(rank for rank in range(world) if number in range(*leaves_of(rank, world, leaves)))
+    owner = next(rank for rank, (_, hi) in enumerate(ranges_of(world, leaves, shares)) if number < hi)
     return ComputedTwice(number, owner, tuple((owner + ahead) % world for ahead in range(1, max(2, min(3, world)))))
 
 

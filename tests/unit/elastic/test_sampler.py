@@ -109,3 +109,22 @@ def test_an_order_of_the_user_takes_the_place_of_shuffling() -> None:
 def test_an_order_has_as_many_samples_as_the_sampler() -> None:
     with pytest.raises(ValueError, match=r"order\(epoch\) must return 5 indices, and has returned \(4,\)"):
         ElasticSampler(5, 2, order=lambda epoch: range(4)).batch(0)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 60), st.integers(1, 200))
+@settings(deadline=None, max_examples=50)
+def test_unequal_shares_use_every_index_once_with_weights_of_their_counts(
+    shares: list[int], batch: int, n: int
+) -> None:
+    sampler, world = ElasticSampler(n, batch), len(shares)
+    used: list[int] = []
+    while not sampler.epoch:
+        parts = [sampler.current(rank, world, tuple(shares)) for rank in range(world)]
+        ahead = [next(sampler.ahead(rank, world, tuple(shares))) for rank in range(world)]
+        assert [(each.indices.tolist(), each.weight) for each in ahead] == [(i.tolist(), w) for i, w in parts]
+        own = [indices.tolist() if weight else [] for indices, weight in parts]
+        size = sum(map(len, own))
+        assert [weight for _, weight in parts] == pytest.approx([len(each) / size for each in own])
+        used += [index for each in own for index in each]
+        sampler.advance(world)
+    assert sorted(used) == list(range(n))

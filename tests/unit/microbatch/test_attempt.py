@@ -11,11 +11,11 @@ import pytest
 
 from paceline._base.sum_order import EVEN, Node
 from paceline._microbatch.attempt import AttemptPhase, MicrobatchTurn, StepAttempt
-from paceline._microbatch.rank_plan import even_plan, plan_ranks
+from paceline._microbatch.rank_plan import plan_ranks, usual_plan
 from paceline.errors import StepOrderError
 
 ASKING, BETWEEN, ENTERED, COMPUTING, FAILED, VOID = AttemptPhase
-PLAN = even_plan(1, 2, 8)
+PLAN = usual_plan(1, 2, 8)
 
 
 class Wrapper:
@@ -152,7 +152,7 @@ def test_no_microbatch_counts_as_complete_after_a_wrapper_error() -> None:
 
 
 def test_an_update_is_refused_until_set_aside_gradients_are_summed() -> None:
-    attempt, wrapper = StepAttempt(even_plan(0, 1, 2)), Wrapper()
+    attempt, wrapper = StepAttempt(usual_plan(0, 1, 2)), Wrapper()
     for turn in attempt.turns():
         attempt.enter(turn)
         turn.begin_pass(wrapper, reduces=True)
@@ -180,13 +180,13 @@ def test_an_update_before_the_last_microbatch_is_refused() -> None:
 @pytest.mark.parametrize("held", [(), ((4, 8),)], ids=["quiet", "repaired"])
 def test_turns_of_an_earlier_loop_are_refused(held: tuple[Node, ...]) -> None:
     """In a quiet step too: otherwise a script would learn of this rule only after a death."""
-    attempt = StepAttempt(even_plan(0, 1, 8), asks=True)
+    attempt = StepAttempt(usual_plan(0, 1, 8), asks=True)
     attempt.divide(plan_ranks((held,), 8)[0], object())
     turns = attempt.turns()
     for turn in turns:
         attempt.enter(turn)
         attempt.leave(turn, whole=True)
-    assert attempt.plan == even_plan(0, 1, 8)
+    assert attempt.plan == usual_plan(0, 1, 8)
     with pytest.raises(StepOrderError, match=r"read step\.microbatches again for each loop"):
         attempt.enter(turns[0])
 

@@ -14,7 +14,7 @@ from paceline._base.sum_order import Node
 from paceline._elastic.step import Step
 from paceline._microbatch.attempt import StepAttempt
 from paceline._microbatch.kept_sums import KeptSums
-from paceline._microbatch.rank_plan import even_plan, plan_ranks
+from paceline._microbatch.rank_plan import plan_ranks, usual_plan
 from paceline._microbatch.step_microbatches import StepMicrobatches
 from paceline._microbatch.twice import computed_twice
 from paceline_protocol import Tag
@@ -39,7 +39,7 @@ def attempt(
     kept: KeptSums, wrappers: Sequence[Wrapper], ended: int, begun: int = 0, of: StepAttempt | None = None
 ) -> StepAttempt:
     """An attempt of rank 1 of 2 with the microbatches 4 to 7, which has ended so many of them and begun some more."""
-    of = StepAttempt(even_plan(1, 2, 8)) if of is None else of
+    of = StepAttempt(usual_plan(1, 2, 8)) if of is None else of
     for count, turn in enumerate(of.turns()[: ended + begun]):
         of.enter(turn)
         for wrapper in wrappers:
@@ -181,7 +181,7 @@ def test_kept_sums_survive_further_failed_attempts() -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     kept.keep(BASE, attempt(kept, [wrapper], 2))
     kept.enter(BASE)
-    tried = StepAttempt(even_plan(0, 1, 8), asks=True)
+    tried = StepAttempt(usual_plan(0, 1, 8), asks=True)
     kept.keep(BASE, tried)  # the exchange failed
     assert kept.nodes() == ((4, 6),)
     tried.divide(plan_ranks((((4, 6),),), 8)[0], kept.label)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline._base.shares import range_of
 from paceline._base.sum_order import EVEN
 from paceline._elastic.differences import difference
 from paceline._elastic.gate import PendingStepWord
@@ -23,8 +24,7 @@ from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._microbatch.attempt import AttemptPhase, StepAttempt
 from paceline._microbatch.machine_bits import machine_words
-from paceline._microbatch.rank_plan import RankPlan, even_plan
-from paceline._microbatch.sum_tree import leaves_of
+from paceline._microbatch.rank_plan import RankPlan, usual_plan
 from paceline.errors import PeerRaised, SettingsMismatch, StepOrderError, UnsupportedOp
 from paceline.nn import Linear, softmax_cross_entropy
 from paceline.testing import run_ranks
@@ -71,7 +71,7 @@ def test_microbatches_add_up_to_the_batch_in_every_world(
         for indices, weight in shares:
             assert weight == (len(indices) / len(whole) if weight else 0)
         world = data.draw(st.integers(1, microbatches))
-        ranges = [range(*leaves_of(rank, world, microbatches)) for rank in range(world)]
+        ranges = [range(*range_of(rank, world, microbatches)) for rank in range(world)]
         assert [number for of in ranges for number in of] == list(range(microbatches))
         assert all(ranges)
         sampler.advance(world)
@@ -274,7 +274,7 @@ def test_a_pass_of_the_previous_step_does_not_count_for_this_step() -> None:
         for _, parameter in ddp.named_parameters():
             parameter.grad = None
         with pytest.raises(StepOrderError, match="microbatch 1 had no backward pass, but microbatch 2 has one"):
-            compute(even_plan(0, 1, 4), 2)
+            compute(usual_plan(0, 1, 4), 2)
         session.group.set_order(EVEN)
 
 

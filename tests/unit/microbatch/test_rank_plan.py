@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._microbatch.rank_plan import RankPlan, even_plan, held_of_row, plan_ranks, row_of_held
-from paceline._microbatch.sum_tree import Node, joined, leaves_of, maximal_subtrees, subtrees_by_rank
+from paceline._base.shares import range_of
+from paceline._microbatch.rank_plan import RankPlan, held_of_row, plan_ranks, row_of_held, usual_plan
+from paceline._microbatch.sum_tree import Node, joined, maximal_subtrees, subtrees_by_rank
 
 
 @st.composite
@@ -59,6 +60,19 @@ def test_missing_microbatches_are_spread_evenly_over_ranks(found: tuple[tuple[tu
     assert computed(shares) == sorted(computed(shares)), "ranges from left to right"
 
 
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9))
+@settings(deadline=None)
+def test_unequal_shares_give_each_rank_a_range_of_its_length(counts: list[int]) -> None:
+    microbatches, shares = sum(counts), tuple(counts)
+    plans = [usual_plan(rank, len(counts), microbatches, shares) for rank in range(len(counts))]
+    assert [len(plan.numbers) for plan in plans] == counts
+    assert computed(tuple(plans)) == list(range(microbatches))
+    for plan in plans:
+        lo, hi = plan.numbers[0], plan.numbers[-1] + 1
+        assert plan.nodes[plan.rank] == maximal_subtrees(lo, hi, microbatches)
+        assert plan.nodes == plans[0].nodes
+
+
 @given(holdings())
 @settings(deadline=None)
 def test_held_nodes_survive_a_round_trip_through_a_row(found: tuple[tuple[tuple[Node, ...], ...], int]) -> None:
@@ -94,8 +108,8 @@ def test_an_invalid_row_of_held_nodes_is_refused(row: list[int]) -> None:
 @pytest.mark.parametrize(("world", "microbatches"), [(1, 1), (1, 8), (3, 8), (4, 16), (5, 7), (8, 8)])
 def test_even_plan_gives_each_rank_its_own_range(world: int, microbatches: int) -> None:
     for rank in range(world):
-        share = even_plan(rank, world, microbatches)
-        assert share.numbers == tuple(range(*leaves_of(rank, world, microbatches)))
+        share = usual_plan(rank, world, microbatches)
+        assert share.numbers == tuple(range(*range_of(rank, world, microbatches)))
         assert share.nodes == subtrees_by_rank(world, microbatches)
         assert (share.kept, share.repeats, share.root) == ((), False, 0)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline._base.shares import range_of
 from paceline._microbatch.sum_tree import (
     Node,
     closes,
-    leaves_of,
     maximal_subtrees,
     merges,
     split_of,
@@ -73,7 +73,7 @@ def test_maximal_subtrees_are_the_largest_nodes_in_a_range(microbatches: int, da
 def test_subtrees_of_all_ranks_add_up_to_the_root(microbatches: int, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, microbatches))
     by_rank = subtrees_by_rank(world, microbatches)
-    assert [leaves_of(rank, world, microbatches) for rank in range(world)] == [(of[0][0], of[-1][1]) for of in by_rank]
+    assert [range_of(rank, world, microbatches) for rank in range(world)] == [(of[0][0], of[-1][1]) for of in by_rank]
     assert summed([node for of in by_rank for node in of], microbatches) == [(0, microbatches)]
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline._base.shares import range_of
 from paceline._group import Group
-from paceline._microbatch.sum_tree import joined, leaves_of, maximal_subtrees, split_of, subtrees_by_rank
+from paceline._microbatch.sum_tree import joined, maximal_subtrees, split_of, subtrees_by_rank
 from paceline.errors import CollectiveMismatch, SizeMismatch, UnsupportedOp
 from paceline.testing import run_groups
 from support.collective_calls import BF16, bits, groups_by, quick, random_values
@@ -30,7 +31,7 @@ def tree(leaves: list[Any], lo: int = 0, hi: int | None = None) -> Any:
 
 def terms_of(leaves: list[Any], rank: int, world: int) -> list[Any]:
     count = len(leaves)
-    return [tree(leaves, *node).copy() for node in maximal_subtrees(*leaves_of(rank, world, count), count)]
+    return [tree(leaves, *node).copy() for node in maximal_subtrees(*range_of(rank, world, count), count)]
 
 
 @pytest.mark.parametrize("schedule", ["star", "direct"])
@@ -120,6 +121,20 @@ def test_reduce_scatter_tree_gives_each_rank_the_bits_of_its_shard(
 
     results = run_groups(groups_by(world, "reduce_scatter", "ring", 64), rank, timeout=20)
     assert results == [bits(expected[r * 53 : (r + 1) * 53].copy()) for r in range(world)]
+
+
+@pytest.mark.parametrize("shares", [(1, 7), (5, 3), (1, 1, 6), (3, 4, 1)])
+def test_reduce_scatter_tree_with_unequal_shares_gives_the_same_bits(shares: tuple[int, ...]) -> None:
+    world, rng = len(shares), np.random.default_rng(3)
+    leaves = [rng.standard_normal(world * 53).astype("f4") for _ in range(8)]
+    nodes = tuple(maximal_subtrees(*range_of(rank, world, 8, shares), 8) for rank in range(world))
+
+    def rank(group: Group) -> bytes:
+        terms = [tree(leaves, *node).copy() for node in nodes[group.rank]]
+        return bits(group.reduce_scatter_tree(terms, leaves=8, nodes=nodes))
+
+    results = run_groups(groups_by(world, "reduce_scatter", "ring", 64), rank, timeout=20)
+    assert results == [bits(tree(leaves)[r * 53 : (r + 1) * 53].copy()) for r in range(world)]
 
 
 @pytest.mark.parametrize(("world", "count"), [(2, 8), (4, 8), (8, 8), (3, 8), (5, 16)])

@@ -19,7 +19,7 @@ from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
 from paceline._links.fault import Suspicion
 from paceline._microbatch.attempt import StepAttempt
-from paceline._microbatch.rank_plan import RankPlan, even_plan, plan_ranks
+from paceline._microbatch.rank_plan import RankPlan, plan_ranks, usual_plan
 from paceline._microbatch.sum_tree import Node
 from paceline._parallel import DDP
 from paceline.errors import PacelineError
@@ -86,7 +86,7 @@ class Rank:
 
 def in_order(places: list[int], microbatches: int) -> tuple[RankPlan, ...]:
     """Plans of an undisturbed step, but each rank has those of another: as survivors whose ranks are new."""
-    even = [even_plan(place, len(places), microbatches) for place in places]
+    even = [usual_plan(place, len(places), microbatches) for place in places]
     nodes = tuple(share.nodes[share.rank] for share in even)
     return tuple(RankPlan(microbatches, rank, share.numbers, nodes) for rank, share in enumerate(even))
 
@@ -96,7 +96,7 @@ def quiet(microbatches: int) -> str:
     (group,) = groups_by(1, "all_reduce", "direct")
     rank = Rank(group, microbatches, 25.0)
     for _ in range(STEPS):
-        rank.attempt(even_plan(0, 1, microbatches), None)
+        rank.attempt(usual_plan(0, 1, microbatches), None)
     return rank.digest()
 
 
@@ -141,7 +141,7 @@ def test_ranks_without_microbatches_left_repeat_one_and_drop_it() -> None:
     groups = groups_by(3, "all_reduce", "direct")
     ranks = [Rank(group, 3, 1e-4) for group in groups]
     for _ in range(STEPS):
-        run_open(groups, lambda g: ranks[g.rank].attempt(even_plan(g.rank, 3, 3), undone=True))
+        run_open(groups, lambda g: ranks[g.rank].attempt(usual_plan(g.rank, 3, 3), undone=True))
         next_generation(groups)
         run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
         shares = plan_ranks(((), ranks[1].held(), ranks[2].held()), 3)
@@ -164,7 +164,7 @@ def test_an_interrupted_pass_leaves_no_kept_sums(sent: str) -> None:
     """Buckets may hold the microbatch already: not all of them, or without a gradient that would have come later."""
     rank = alone()
     rank.x[:, 0] = 9.0  # all parameters are used in all microbatches
-    share = even_plan(0, 2, 8)
+    share = usual_plan(0, 2, 8)
     rank.attempt(share, 3)
     assert rank.held() == ((0, 2), (2, 3))
     last = rank.model.body.modules[0] if sent == "some" else rank.model
@@ -184,7 +184,7 @@ def test_an_interrupted_pass_leaves_no_kept_sums(sent: str) -> None:
 def test_a_pass_completes_after_a_peer_failure_and_keeps_its_sum() -> None:
     groups = groups_by(2, "all_reduce", "direct")
     ranks = [Rank(group, 8, 1e-4) for group in groups]
-    run_open(groups, lambda g: ranks[g.rank].attempt(even_plan(g.rank, 2, 8)))
+    run_open(groups, lambda g: ranks[g.rank].attempt(usual_plan(g.rank, 2, 8)))
     first = ranks[0].model.body.modules[0]
     backward = first.backward
 
@@ -196,7 +196,7 @@ def test_a_pass_completes_after_a_peer_failure_and_keeps_its_sum() -> None:
 
     first.backward = failing
     with pytest.raises(PacelineError, match="rank 1 is gone"):
-        run_open(groups[:1], lambda g: ranks[0].attempt(even_plan(0, 2, 8)))
+        run_open(groups[:1], lambda g: ranks[0].attempt(usual_plan(0, 2, 8)))
     groups[0].set_order(EVEN)
     next_generation(groups)
     run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
@@ -214,7 +214,7 @@ def test_a_wrapper_without_the_planned_sums_raises_sums_not_held() -> None:
 
 def test_sums_of_another_attempt_are_not_used() -> None:
     rank = alone()
-    rank.attempt(even_plan(0, 1, 8), 4, undone=True)
+    rank.attempt(usual_plan(0, 1, 8), 4, undone=True)
     assert rank.held() == ((0, 4),)
     plan, *_ = plan_ranks((((0, 4),),), 8)
     attempt = StepAttempt(plan, asks=True)
@@ -225,7 +225,7 @@ def test_sums_of_another_attempt_are_not_used() -> None:
 
 def test_kept_sums_carry_no_step_word() -> None:
     rank = alone(25.0)
-    rank.attempt(even_plan(0, 1, 8), 2)
+    rank.attempt(usual_plan(0, 1, 8), 2)
     (bucket,) = rank.ddp._model.reducer._buckets  # type: ignore[union-attr]
     assert bucket.nodes == ((0, 2),)
     ((_, memory),) = bucket._sums

@@ -191,9 +191,11 @@ class UnitReduction:
         """Sums the weights of all ranks before the gradients, so that these can be divided while they are summed."""
         if leaves := self._order.leaves:
             self._add_weight(weight)
-            terms = self._weights.terms
+            terms, nodes = self._weights.terms, self._order.nodes
             if self._group.size > 1:
-                self._announced = self._group.all_reduce_tree(terms, leaves=leaves, out=terms[-1], async_op=True)
+                self._announced = self._group.all_reduce_tree(
+                    terms, leaves=leaves, nodes=nodes, out=terms[-1], async_op=True
+                )
         elif self._group.size > 1:
             table = np.array([weight], np.float64)
             self._announced = self._group.all_reduce(table, out=table, async_op=True)
@@ -207,11 +209,11 @@ class UnitReduction:
     def _scattering(
         self, unit: Unit, flat: Flat, divisor: Callable[[], float] | None = None
     ) -> Scattering | TreeScattering:
-        if not self._order.leaves:
+        if not (leaves := self._order.leaves):
             return Scattering(unit, flat, divisor)
         self._add_gradients(flat)
-        terms = self._sums[id(flat)].terms
-        return TreeScattering(unit, flat, terms, self._used[id(flat)], self._order.leaves, self._total_of_leaves)
+        terms, used = self._sums[id(flat)].terms, self._used[id(flat)]
+        return TreeScattering(unit, flat, terms, used, leaves, self._order.nodes, self._total_of_leaves)
 
     def _add_gradients(self, flat: Flat) -> None:
         flags = flat.gradients.used_flags()

@@ -7,6 +7,7 @@ that each gets its shard. Letters: V leaves, W ranks, n of them in a node, R nod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from numpy.typing import NDArray
 
 from paceline._base.sum_order import Node
 from paceline._base.work import Work
-from paceline._microbatch.sum_tree import closes, subtrees_by_rank
+from paceline._microbatch.sum_tree import closes, joined
 from paceline._parallel.sharding._flat import Flat
-from paceline._parallel.sharding._placement import Placement
 from paceline._parallel.sharding._unit import Unit
 from paceline.errors import UnsupportedOp
 
@@ -49,13 +49,15 @@ class TreeSums:
 class TreeScattering:
     """Sums the gradients of one flat array over all microbatches of a step; each rank gets the shard that it keeps.
 
-    Under HYBRID_SHARD node k has the leaves [k V // R, (k + 1) V // R), like rank k of R. Its ranks exchange their
+    Under HYBRID_SHARD the leaves of a node are adjacent, since those of its ranks are. Its ranks exchange their
     subtrees, so that the owner of a shard can add them up to the maximal subtrees of the node; these are summed over
     the nodes. Ranks begin their collectives as those of `Scattering`.
 
     Args:
         terms: this rank's whole gradients, shape [n S]: the sums of its maximal subtrees.
         used: for each parameter, whether it had a gradient in any of this rank's leaves.
+        leaves: V, the leaves of the tree.
+        nodes: the maximal subtrees of each rank.
         divisor: returns the total weight while gradients are summed.
     """
 
@@ -66,12 +68,14 @@ class TreeScattering:
         terms: Sequence[NDArray[Any]],
         used: Sequence[bool],
         leaves: int,
+        nodes: tuple[tuple[Node, ...], ...],
         divisor: Callable[[], float],
     ) -> None:
         self.flat = flat
         self.used = used
         self._unit = unit
         self._leaves = leaves
+        self._nodes = nodes
         self._divisor = divisor
         self._divides = True
         self._terms = terms
@@ -84,11 +88,11 @@ class TreeScattering:
             self._divides = False
         elif unit.replicas is None:
             self._last = unit.shards.reduce_scatter_tree(
-                terms, leaves=leaves, label=flat.label, divisor=divisor, async_op=True
+                terms, leaves=leaves, nodes=nodes, label=flat.label, divisor=divisor, async_op=True
             )
         else:
-            place, size = unit.placement, flat.layout.shard_size
-            counts = [len(nodes) * size for nodes in _subtrees(place, leaves)]
+            size = flat.layout.shard_size
+            counts = [len(nodes[rank]) * size for rank in unit.placement.shards]
             sent = terms[0] if len(terms) == 1 else np.stack([t.reshape(-1, size) for t in terms], 1).reshape(-1)
             self._exchange = unit.shards.all_to_all(
                 sent,
@@ -103,7 +107,7 @@ class TreeScattering:
         if self._exchange is None:
             return
         received, self._exchange = self._exchange.wait(), None
-        nodes = [node for of_rank in _subtrees(self._unit.placement, self._leaves) for node in of_rank]
+        nodes = [node for rank in self._unit.placement.shards for node in self._nodes[rank]]
         sums = TreeSums(self._leaves)
         for node, array in zip(nodes, received.reshape(len(nodes), -1), strict=True):
             sums.add(node, array)
@@ -126,6 +130,7 @@ class TreeScattering:
         self._last = self._unit.replicas.all_reduce_tree(
             self._terms,
             leaves=self._leaves,
+            nodes=_joined_by_copy(self._nodes, self._unit.placement.nodes, self._leaves),
             out=self._terms[-1],
             label=self.flat.label,
             divisor=self._divisor,
@@ -150,7 +155,9 @@ def check_placement(units: Sequence[Unit], world: int) -> None:
             )
 
 
-def _subtrees(place: Placement, leaves: int) -> list[tuple[Node, ...]]:
-    """Returns the maximal subtrees of each rank of a node."""
-    by_rank = subtrees_by_rank(len(place.shards) * len(place.replicas), leaves)
-    return [by_rank[rank] for rank in place.shards]
+@lru_cache(maxsize=64)
+def _joined_by_copy(
+    nodes: tuple[tuple[Node, ...], ...], copies: tuple[tuple[int, ...], ...], leaves: int
+) -> tuple[tuple[Node, ...], ...]:
+    """Returns the maximal subtrees of each copy of the model, which the ranks of the copy have between them."""
+    return tuple(joined((node for rank in ranks for node in nodes[rank]), leaves) for ranks in copies)

@@ -16,10 +16,11 @@ from unit.parallel.sharding.models import cases, chosen
 
 import paceline
 from paceline import nn, optim
+from paceline._base.shares import Shares, range_of
 from paceline._base.sum_order import EVEN
 from paceline._elastic.sampler import ElasticSampler
 from paceline._group import Group
-from paceline._microbatch.sum_tree import leaves_of, maximal_subtrees
+from paceline._microbatch.sum_tree import maximal_subtrees
 from paceline._parallel import DDP, FSDP, Parameter
 from paceline._parallel.sharding._tree_sums import TreeSums
 from paceline.errors import StepOrderError, UnsupportedOp
@@ -96,16 +97,25 @@ def wrapped(group: Group, dtype: Any, name: str) -> Any:
     return wrap(Model([wrap(block) if n in (0, 4, 5) else block for n, block in enumerate(blocks_of(dtype))]))
 
 
-def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any) -> None:
+def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any, shares: Shares | None = None) -> None:
     """The microbatches of a step of `session.steps`, without a coordinator."""
-    for number in in_turn(group, sampler.microbatches):
+    for number in in_turn(group, sampler.microbatches, shares=shares):
         indices, weight = sampler.current_microbatch(number)
         group.set_gradient_weight(weight)
         compute(number, indices)
 
 
-def train(group: Group, name: str, *, microbatches: int, dtype: Any, batch: int, p: float) -> tuple[str, str]:
-    """Returns a digest of weights and buffers, and one of the whole state."""
+def train(
+    group: Group,
+    name: str,
+    *,
+    microbatches: int,
+    dtype: Any,
+    batch: int,
+    p: float,
+    shares: tuple[Shares, ...] = (),
+) -> tuple[str, str]:
+    """Returns a digest of weights and buffers, and one of the whole state. `shares` are those of each step."""
     x, t = samples(dtype)
     model = wrapped(group, dtype, name)
     optimizer = optim.Adam(model, lr=0.01)
@@ -119,7 +129,7 @@ def train(group: Group, name: str, *, microbatches: int, dtype: Any, batch: int,
             _, dy = nn.softmax_cross_entropy(model(x[indices] * kept), t[indices])
             model.backward(dy)
 
-        in_microbatches(group, sampler, compute)
+        in_microbatches(group, sampler, compute, shares[step] if shares else None)
         model.clip_grad_norm(0.2, p)
         optimizer.step()
         sampler.advance(group.size)
@@ -151,12 +161,22 @@ def test_every_strategy_and_world_size_has_the_bits_of_one_process(
     assert len({whole for digests in found.values() for _, whole in digests}) == 1, found
 
 
+def test_every_strategy_has_the_bits_of_one_process_with_unequal_shares() -> None:
+    """The shares change from step to step, as they do when they follow speeds."""
+    run = partial(train, microbatches=9, dtype=np.dtype("f4"), batch=60, p=2.0)
+    (alone,) = run_ranks(1, partial(run, name="ddp"))
+    for world, *shares in ((2, (1, 8), (6, 3), (2, 7)), (3, (1, 1, 7), (4, 2, 3), (1, 5, 3)), (4, (1, 5, 1, 2))):
+        steps = (shares * STEPS)[:STEPS]
+        for case in [(world, "ddp"), *cases(world)]:
+            assert set(run_ranks(world, partial(run, name=case[1], shares=steps))) == {alone}, (case, steps)
+
+
 @given(world=st.integers(1, 9), more=st.integers(0, 14))
 @settings(deadline=None, max_examples=60)
 def test_tree_sums_form_the_maximal_subtrees_of_adjacent_nodes(world: int, more: int) -> None:
     """Of a rank's microbatches, and of the subtrees that the ranks of a node exchange."""
     microbatches = world + more
-    for lo, hi in [leaves_of(rank, world, microbatches) for rank in range(world)]:
+    for lo, hi in [range_of(rank, world, microbatches) for rank in range(world)]:
         sums = TreeSums(microbatches)
         for number in range(lo, hi):
             sums.add((number, number + 1), np.array([float(number)]))
@@ -167,10 +187,10 @@ def test_tree_sums_form_the_maximal_subtrees_of_adjacent_nodes(world: int, more:
             ranks = range(node * size, (node + 1) * size)
             sums = TreeSums(microbatches)
             for subtree in (
-                s for rank in ranks for s in maximal_subtrees(*leaves_of(rank, world, microbatches), microbatches)
+                s for rank in ranks for s in maximal_subtrees(*range_of(rank, world, microbatches), microbatches)
             ):
                 sums.add(subtree, np.array([float(sum(range(*subtree)))]))
-            as_a_rank = maximal_subtrees(*leaves_of(node, world // size, microbatches), microbatches)
+            as_a_rank = maximal_subtrees(*range_of(node, world // size, microbatches), microbatches)
             assert [term.item() for term in sums.terms] == [sum(range(*subtree)) for subtree in as_a_rank]
 
 
