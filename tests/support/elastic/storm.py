@@ -87,6 +87,8 @@ class Storm:
         self._away = False
         self._read: dict[Trainer, int] = {}
         self._last: dict[Trainer, tuple[int, int]] = {}
+        self._last_at: dict[Trainer, float] = {}
+        self._struck_at = 0.0  # when somebody was last killed or frozen
         self._applied_at = time.monotonic()
 
     def blow(self, seconds: float) -> None:
@@ -119,7 +121,8 @@ class Storm:
         wanted = 2 if fault == "kill two" and not self._mends else 1
         safe = len(running) - wanted >= LEAST and len(self._holders(without=victims[:wanted])) >= 1
         if self._mends:
-            safe = safe and len(self._holders(without=[])) == len(self._running())
+            mended = [each for each in self._holders(without=[]) if self._last_at[each] > self._struck_at]
+            safe = safe and len(mended) == len(self._running())
         match fault:
             case "start" if len(running) < MOST:
                 (new,) = self._cluster.start(1)
@@ -130,6 +133,7 @@ class Storm:
                     trainer.signal(signal.SIGKILL)
                 for trainer in victims[:wanted]:
                     trainer.process.wait()
+                self._struck_at = time.monotonic()
                 names = " and ".join(str(trainer.pid) for trainer in victims[:wanted])
                 self._tell("kills", f"killed {names}", wanted)
             case "freeze shortly" | "freeze long" if safe and victims:
@@ -149,6 +153,7 @@ class Storm:
     def _freeze(self, trainer: Trainer, seconds: float) -> None:
         self.harm += 1
         trainer.signal(signal.SIGSTOP)
+        self._struck_at = time.monotonic()
         self._frozen.add(trainer)
 
         def thaw() -> None:
@@ -189,6 +194,7 @@ class Storm:
             for event in events:
                 if event["event"] == "applied":
                     self._last[trainer] = event["generation"], event["step"]
+                    self._last_at[trainer] = event["at"]
                     self._applied_at = max(self._applied_at, event["at"])
                 elif event["event"] == "undone":
                     self.undone.add(event["generation"])
