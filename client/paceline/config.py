@@ -86,6 +86,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_PINNED": "MiB of pinned host memory for what is copied between a device and the host (default: 512)",
     "PACELINE_ENGINE": "what carries gradients, and FSDP's parameters on a device: links (default), gloo, mpi, or nccl "
     "on GPUs; all members need the same",
+    "PACELINE_DRAIN_STRAGGLERS": "1: a worker leaves once it stays far slower than the others "
+    "(`session.steps(..., balance=True)`), unless too few would be left (default: 0)",
     "PACELINE_REPLAY": "set by `paceline replay`: a file that says which step to compute again, and from which "
     "checkpoint",
     "PACELINE_TUNING": "file with a table of schedules, from `paceline bench --tune-out`; all members need the same",
@@ -137,6 +139,9 @@ class Config:
     engine (docs/engines.md): "gloo" on the CPU, "nccl", "xccl" or "ucc" on a device, or one that an installed package
     brings, such as "mpi". Everything else travels over links. All members of a job must have the same."""
 
+    drain_stragglers: bool = False
+    """Whether this member leaves once it has become a straggler (`Session.steps` with `balance`)."""
+
     def __post_init__(self) -> None:
         for name in _SECONDS:
             value = getattr(self, name)
@@ -187,6 +192,10 @@ class Config:
             found["tuning"] = text
         if text := environ.get("PACELINE_ENGINE"):
             found["engine"] = text
+        if text := environ.get("PACELINE_DRAIN_STRAGGLERS"):
+            if text not in ("0", "1"):
+                raise ValueError(f"PACELINE_DRAIN_STRAGGLERS must be 0 or 1, not {text!r}")
+            found["drain_stragglers"] = text == "1"
         return replace(cls(), **found)
 
     @property

@@ -96,7 +96,7 @@ from __future__ import annotations
 
 from paceline_protocol._member import MemberState, MemberView, Phase, Take
 from paceline_protocol._replicas import lane
-from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, step_word
+from paceline_protocol._step_word import STEP_WORD_SIZE, StepFlag, agrees, flags_of, members_with, step_word
 from paceline_protocol._values import (
     WHOLE,
     Counters,
@@ -147,6 +147,7 @@ __all__ = [
     "flags_of",
     "has_our_frames",
     "lane",
+    "members_with",
     "rank_name",
     "share_of",
     "step_word",

@@ -52,6 +52,11 @@ def flags_of(sums: Sequence[float]) -> StepFlag:
     return StepFlag(sum((sums[n] > 0) << n for n in range(_FLAGS)))
 
 
+def members_with(flag: StepFlag, sums: Sequence[float]) -> int:
+    """The number of members that have set a flag."""
+    return round(sums[flag.value.bit_length() - 1])
+
+
 def agrees(sums: Sequence[float], world: int) -> bool:
     """True if the words of all members had the same step and digest."""
     # Python numbers: they are few, and after a pass over a model NumPy's code is not in the cache.

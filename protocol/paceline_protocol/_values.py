@@ -237,6 +237,10 @@ class Counters:
     """Bytes of training state that it has fetched from other members."""
     state_time: float = 0.0
     """Seconds that it has spent in fetching them."""
+    speed: float = 0.0
+    """Samples that it computes in a second now; 0 while that is not known."""
+    share: float = 0.0
+    """Its part of a batch now, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

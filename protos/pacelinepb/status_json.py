@@ -6,6 +6,7 @@ Times that end in `_s` are seconds; `at` is in seconds since 1970.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import median_low
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -14,6 +15,7 @@ from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobPha
 
 __all__ = [
     "HEARTBEATS",
+    "STRAGGLER_TIMES",
     "detail_as_dict",
     "event_as_dict",
     "gone_as_dict",
@@ -29,6 +31,9 @@ __all__ = [
 
 HEARTBEATS = 6
 """Heartbeats in one `failure_timeout`."""
+
+STRAGGLER_TIMES = 5
+"""How many times as long as the median a straggler takes for its share: with equal shares a fifth of its speed."""
 
 
 def seconds(duration: Duration) -> float:
@@ -51,15 +56,27 @@ def stragglers(detail: GetJobResponse) -> dict[str, str]:
 
     Members send heartbeats a few times a second, at different moments, and may run thousands of operations in a second.
     So a lower operation number alone says nothing. A member is behind if others have waited inside a later operation
-    for more than one heartbeat interval, and it has sent something since they entered it. A member that is not
-    connected is silent, not slow.
+    for more than one heartbeat interval, and it has sent something since they entered it. A member also holds the
+    others up if it takes several times as long for its share of the batch. One that is not connected is silent, not
+    slow.
     """
     lanes: dict[int, list[MemberStatus]] = {}
     for status in detail.members:
         if status.in_view and status.attached:  # ranks of replicas count operations with those of the same position
             lanes.setdefault(status.member.rank % (detail.summary.replica_size or 1), []).append(status)
     interval = seconds(detail.settings.failure_timeout) / HEARTBEATS
-    return {member_id: text for there in lanes.values() for member_id, text in _behind(there, interval).items()}
+    slow = _slow([status for there in lanes.values() for status in there if status.progress.speed > 0])
+    return slow | {member_id: text for there in lanes.values() for member_id, text in _behind(there, interval).items()}
+
+
+def _slow(there: Sequence[MemberStatus]) -> dict[str, str]:
+    took = {status.member.member_id: status.progress.share / status.progress.speed for status in there}
+    usual = median_low(took.values()) if took else 0.0
+    return {
+        member_id: f"straggler: takes {time / usual:.1f} times as long as others for its share of the batch"
+        for member_id, time in took.items()
+        if time > STRAGGLER_TIMES * usual > 0
+    }
 
 
 def _behind(there: Sequence[MemberStatus], interval: float) -> dict[str, str]:
@@ -141,6 +158,8 @@ def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[s
         "straggler": straggler,
         "sent_bytes": dict(sorted(progress.sent_bytes.items())),
         "in_collectives_s": round(seconds(progress.in_collectives), 3),
+        "speed": round(progress.speed, 3),
+        "share": round(progress.share, 4),
     }
 
 

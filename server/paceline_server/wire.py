@@ -32,6 +32,9 @@ _SHORTEST_FAILURE_TIMEOUT = 0.05
 _CENTURY = 3.15e9
 """Seconds. Replaces all longer times, so that they fit into a Duration again (at most 10,000 years)."""
 
+_FASTEST = 1e18
+"""Samples per second. A member that says more has told nothing."""
+
 _TUNING = re.compile(r"([0-9a-f]{16})?")
 
 _MOST_RANKS = 1 << 16
@@ -179,6 +182,8 @@ def read_counters(message: pb.Heartbeat) -> Counters:
         checkpoint_time=min(max(0.0, checkpoint_time), _CENTURY),
         state_bytes=check_number(message.state_bytes, "heartbeat.state_bytes"),
         state_time=min(max(0.0, state_time), _CENTURY),
+        speed=message.speed if 0 < message.speed < _FASTEST else 0.0,
+        share=message.share if 0 < message.share <= 1 else 0.0,
     )
 
 
@@ -224,4 +229,6 @@ def write_progress(now: float, progress: Progress, counters: Counters | None = N
         checkpoint_time=to_duration(counters.checkpoint_time),
         state_bytes=counters.state_bytes,
         state_time=to_duration(counters.state_time),
+        speed=counters.speed,
+        share=counters.share,
     )

@@ -30,11 +30,12 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=6.0, help="of storms, for each seed")
     parser.add_argument("--model", choices=SOAKED, action="append", help="one of several; all if left out")
+    parser.add_argument("--balance", action="store_true", help="workers differ in speed, and their shares follow it")
     wanted = parser.parse_args()
     models = wanted.model or SOAKED
     for model in models:
         problem_of(model)  # loads torch for a model of torch, so that workers are forked with it
-    soaks = [BitsSoak(model, wanted.seconds, say) for model in models]
+    soaks = [BitsSoak(model, wanted.seconds, say, balance=wanted.balance) for model in models]
     for seed in range(wanted.first, wanted.first + wanted.seeds):
         soak = soaks[seed % len(soaks)]
         folder = Path(tempfile.mkdtemp(prefix="paceline-bits-"))

@@ -45,9 +45,11 @@ class At:
 
     number, left, asked = 1, False, False
 
-    def __init__(self, sampler: paceline.ElasticSampler, rank: int = 0, world: int = 1) -> None:
-        self.sampler, self.rank, self.world = sampler, rank, world
-        self._indices, self.weight = sampler.current(rank, world)
+    def __init__(
+        self, sampler: paceline.ElasticSampler, rank: int = 0, world: int = 1, shares: tuple[int, ...] | None = None
+    ) -> None:
+        self.sampler, self.rank, self.world, self.shares = sampler, rank, world, shares
+        self._indices, self.weight = sampler.current(rank, world, shares)
 
     @property
     def indices(self) -> Any:
@@ -278,3 +280,19 @@ def test_misuse_of_the_loader_is_refused() -> None:
         for step in session.steps(paceline.TrainState(notes={}), total=1):
             with step, pytest.raises(UnsupportedOp, match="has no sampler"):
                 loader.batch(step)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_follow_the_shares_of_each_step(workers: int) -> None:
+    """What was fetched ahead for other shares is thrown away."""
+    sampler, data = paceline.ElasticSampler(N, BATCH, seed=3), Numbers()
+    used: list[int] = []
+    with ElasticDataLoader(data, num_workers=workers) as loader:
+        for shares in (None, None, (5, 1), (5, 1), (2, 4), None, (1, 5), (1, 5)):
+            mine = at(sampler, 0, 2, shares)
+            found = indices(loader.batch(mine))
+            assert found == mine._indices.tolist()
+            other, weight = sampler.current(1, 2, shares)
+            used += [*(found if mine.weight else []), *(other.tolist() if weight else [])]
+            sampler.advance(2)
+    assert sorted(used) == sorted([*range(N)] * 2)

@@ -21,7 +21,7 @@ NUMBERS = [float(number) for number in range(23)]
 class At:
     """A rank's step where the sampler is, with what the batches ask of it."""
 
-    number, left = 1, False
+    number, left, shares = 1, False, None
 
     def __init__(self, sampler: paceline.ElasticSampler, rank: int, world: int) -> None:
         self.sampler, self.rank, self.world = sampler, rank, world

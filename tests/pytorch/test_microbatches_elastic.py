@@ -36,6 +36,18 @@ def test_sharded_training_keeps_its_bits_through_kills_and_joins(model: str, tmp
     come_and_go(model, tmp_path, total=26, digest_every=2)
 
 
+@pytest.mark.parametrize("model", ["cnn", "cnn/full_shard"])
+def test_a_slow_worker_gets_fewer_microbatches(model: str, tmp_path: Path) -> None:
+    with in_microbatches(tmp_path, model, total=24, balance=True) as c:
+        trainers = [c.start(1, go=False, microbatch_s=seconds)[0] for seconds in (0.02, 0.2)]
+        for trainer in trainers:
+            trainer.go()
+        assert set(c.wait(90).values()) == {0}, str(c)
+        assert check_bits(c, tmp_path, model) == 24
+    fast, slow = ([len(event["microbatches"]) for event in trainer.of("attempt")[-4:]] for trainer in trainers)
+    assert min(fast) > max(slow), f"{fast} and {slow} of 8\n{c}"
+
+
 @pytest.mark.exhaustive
 def test_hybrid_sharded_training_keeps_its_bits_as_nodes_change(tmp_path: Path) -> None:
     saved = {"checkpoint_dir": str(tmp_path / "runs"), "checkpoint_every": 1}

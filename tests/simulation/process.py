@@ -197,6 +197,7 @@ class Process:
         self.session: CoordinatedSession | None = None
         self.stream: Any = None
         self.stuck_next = 0.0
+        self.slowness = world.rng.choice((1.0, 1.0, 4.0, 20.0)) if world.shape.balanced else 1.0
         self.raises_next = self.went_on = self.take_fails = False
         self.ended = ""
         self.hangs = False
@@ -384,10 +385,12 @@ class Process:
                 total=world.last_step,
                 checkpoint_dir=directory,
                 checkpoint_every=world.checkpoint_every if directory else None,
+                balance=world.shape.balanced,
             )
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
                     if world.shape.microbatches:
+                        world.unequal += step.shares is not None
                         with step:
                             self.state.train(step, self._update)  # type: ignore[attr-defined]
                         continue
@@ -413,7 +416,7 @@ class Process:
     def compute(self, fraction: int = 1) -> None:
         """The computation of the user's code between two collectives, or a fraction of it."""
         world = self.world
-        current().park(world.compute() / fraction)
+        current().park(self.slowness * world.compute() / fraction)
         if self.stuck_next:
             seconds, self.stuck_next = self.stuck_next, 0.0
             world.note(self.name, f"hangs in the user's code for {seconds:.1f} s")
@@ -499,6 +502,12 @@ class _InNone:
 _IN_NONE: Any = _InNone()
 
 
-def settings_of(failure_timeout: float, step_timeout: float) -> Config:
-    """The timeouts of all members."""
-    return Config(failure_timeout=failure_timeout, step_timeout=step_timeout, join_timeout=1e6, rejoin_timeout=120.0)
+def settings_of(failure_timeout: float, step_timeout: float, *, drain_stragglers: bool = False) -> Config:
+    """The settings of all members."""
+    return Config(
+        failure_timeout=failure_timeout,
+        step_timeout=step_timeout,
+        join_timeout=1e6,
+        rejoin_timeout=120.0,
+        drain_stragglers=drain_stragglers,
+    )

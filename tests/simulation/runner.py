@@ -39,6 +39,7 @@ class Outcome:
     events: int
     restarts: int
     repairs: int
+    unequal: int
 
 
 def run(seed: int, shape: Shape | None = None) -> Outcome:
@@ -134,7 +135,7 @@ def _to_its_end(world: World) -> Outcome:
             raise Broken(f"liveness: the job does not finish: {reason} ({left})")
     membership = world.coordinator.membership
     assert membership is not None
-    return Outcome(membership.state.generation, events, restarts, world.repairs)
+    return Outcome(membership.state.generation, events, restarts, world.repairs, world.unequal)
 
 
 def _has_enough(world: World) -> bool:

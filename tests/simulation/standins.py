@@ -317,6 +317,7 @@ def installed(world: World) -> Iterator[None]:
         (failover, "EtcdStorage", functools.partial(EtcdStorage, fence_s=1e9 if world.shape.unfenced else FENCE_S)),
         (failover, "secrets", SimpleNamespace(token_hex=lambda _: f"k{world.number()}")),
         (timers, "_PULSE", _PULSE),
+        (_counters, "_MEASURED_S", 0.0),  # a schedule has few steps
     ]
     if world.shape.microbatches:
         names += _for_real_groups(time)

@@ -173,6 +173,7 @@ class State:
         return self.node_size != 1
 
     spread_by_torch = ""
+    is_on_device = False
 
     def block_over(self) -> None:
         """See `TrainState`."""

@@ -28,6 +28,7 @@ BUSY = Shape(members=(2, 5), busy=True, step_timeout=600.0)
 SLOW = Shape(members=(3, 5), steps=(2, 3), faults=(4, 9), slow=True, fixed=True)
 TWICE = Shape(members=(2, 4), faults=(2, 7), twice=True)
 MICROBATCHES = Shape(members=(2, 4), faults=(2, 7), microbatches=True)
+BALANCED = replace(MICROBATCHES, balanced=True, steps=(14, 20))
 RECLAIMED = Shape(members=(5, 7), steps=(2, 3), faults=(1, 3), slow=True)
 REPLICAS = Shape(members=(2, 3), faults=(2, 7), replica_size=2)
 
@@ -89,6 +90,8 @@ SHAPES = {
     "copies-disks": (replace(DISKS, node_size=0, redundancy=2), 60),
     "copies-seen": (replace(SEEN, node_size=0, redundancy=2), 60),
     "copies-zombies": (replace(SEEN, node_size=0, redundancy=2, zombies=True), 60),
+    "balanced": (BALANCED, 100),
+    "balanced-twice": (replace(BALANCED, twice=True), 50),
 }
 
 
@@ -137,6 +140,10 @@ def test_a_seed_repeats_exactly() -> None:
 
 def test_schedules_with_microbatches_repair_steps() -> None:
     assert sum(run(seed, MICROBATCHES).repairs for seed in range(10)) > 2
+
+
+def test_balanced_schedules_have_steps_with_unequal_shares() -> None:
+    assert sum(run(seed, BALANCED).unequal for seed in range(10)) > 20
 
 
 @pytest.mark.slow

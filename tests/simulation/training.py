@@ -109,7 +109,7 @@ def expected(origin: int, steps: int, *, twice: bool) -> bytes:
 def _alone(origin: int, twice: bool) -> list[bytes]:
     model, sampler = _Model(origin), _sampler()
     optimizer, found = _Optimizer(model), [model.values.tobytes()]
-    for step in range(1, 20):
+    for step in range(1, 31):
         for _ in range(1 + (twice and step % 2)):
             terms = []
             for number in range(MICROBATCHES):

@@ -49,6 +49,8 @@ class Shape:
         faults: how many faults strike; a range.
         microbatches: each step has some, whose sums are kept when it fails; the group, its links' programs and the
             state are real ones.
+        balanced: shares of the microbatches follow the speeds of the members. Some are slow; others leave as
+            stragglers.
         loses_disk: the coordinator's disk may be lost, or put back to an older copy.
         node_size: so many members hold one copy of the state between them, 0 for all.
         redundancy: so many members hold each share, if there are as many.
@@ -78,6 +80,7 @@ class Shape:
     steps: tuple[int, int] = (4, 6)
     faults: tuple[int, int] = (1, 5)
     microbatches: bool = False
+    balanced: bool = False
     loses_disk: bool = False
     node_size: int = 1
     redundancy: int = 1
@@ -119,6 +122,7 @@ class World:
         tells: what the real code logs is shown.
         words: who has sent which step's word, and what it held, if real groups send them.
         repairs: how often a member kept sums of a step that had failed.
+        unequal: how many steps members began with unequal shares.
         near: the process at which the moment came that a fault has waited for, while that fault strikes.
     """
 
@@ -145,9 +149,11 @@ class World:
         self.by_identity: dict[Identity, Process] = {}
         self.proc = Proc(self)
         self.restless_until = 0.0
-        self._numbers = self.repairs = 0
+        self._numbers = self.repairs = self.unequal = 0
         self._waiting_for: dict[str, list[list[object]]] = {}
         self._pace = 2.5 if shape.slow else self.rng.choice((0.03, 0.1, 0.4, 1.5))
+        if shape.balanced:  # the slowest member still finishes in bounded time
+            self._pace = min(self._pace, 0.03)
         self.last_step = self.rng.randint(*shape.steps)
         self.most = self.rng.randint(*shape.members)
         self.checkpoint_every = self.rng.randint(1, 3) if shape.directory else None
@@ -155,7 +161,7 @@ class World:
         if shape.fixed:
             least = most = self.most
         self.settings = JobSettings(least, most, 3.0, replica_size=shape.replica_size)
-        self.config = settings_of(3.0, shape.step_timeout)
+        self.config = settings_of(3.0, shape.step_timeout, drain_stragglers=shape.balanced)
         self.coordinators: list[Coordinator] = [Coordinator(self)]
         self.node = SharedNode(self)
         if shape.coordinators > 1:

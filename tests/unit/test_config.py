@@ -32,6 +32,8 @@ def test_link_settings_are_read_from_the_environment() -> None:
     config = Config.from_environment({**table, "PACELINE_PINNED": "64"})
     assert (config.links, config.tcp_streams, config.tuning) == (("tcp", "grpc"), 4, "table.json")
     assert (config.pinned, Config().pinned) == (64, 512)
+    drains = [Config.from_environment({"PACELINE_DRAIN_STRAGGLERS": text}).drain_stragglers for text in ("1", "0", "")]
+    assert drains == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def test_link_settings_are_read_from_the_environment() -> None:
         ("PACELINE_TCP_STREAMS", "0", "tcp_streams must be 1 to 16, not 0"),
         ("PACELINE_PINNED", "1G", "PACELINE_PINNED must be a number of MiB from 1 on, not '1G'"),
         ("PACELINE_PINNED", "0", "pinned must be at least 1 MiB, not 0"),
+        ("PACELINE_DRAIN_STRAGGLERS", "yes", "PACELINE_DRAIN_STRAGGLERS must be 0 or 1, not 'yes'"),
     ],
 )
 def test_invalid_link_settings_are_refused_with_a_reason(name: str, text: str, says: str) -> None:

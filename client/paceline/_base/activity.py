@@ -15,11 +15,20 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
 from math import prod
+from statistics import median
+from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple
 
 from paceline._base.arrays import Signature, dtype_name
 from paceline_protocol import Counters
+
+_SPEEDS = 9
+_FEWEST_SPEEDS = 3
+"""Measurements of which a speed is the median, and how many there must be: the first may load and compile."""
+
+_MEASURED_S = 0.2
+"""Least seconds of a measurement. Shorter steps are measured together: the system may delay a single one for long."""
 
 
 class _Checkpoints(NamedTuple):
@@ -33,8 +42,8 @@ class MemberCounters:
     """Counters of one member, over all generations. Threads that train or write a checkpoint count; any may read.
 
     Samples are those of its own share. `undone` counts steps that it began, `skipped` committed steps in which no
-    member made an update, and `left_out` its samples in those. `waited` is seconds in collectives, `state_time` seconds
-    that it has spent in fetching state from other members.
+    member made an update, and `left_out` its samples in those. `waited` is seconds in collectives, of all threads;
+    `state_time` is seconds that it has spent in fetching state from other members; `share` its part of a batch, 0 to 1.
     """
 
     def __init__(self) -> None:
@@ -49,6 +58,13 @@ class MemberCounters:
         self._since: float | None = None  # when the first step began
         self._mark: float | None = None  # when the present step began; None if none has since the last meeting
         self._applied = self._passed_over = (0, 0)  # the last step that was applied, or skipped, and its samples
+        self.share = 0.0
+        self._trainer = 0  # the thread that begins steps
+        self._trainer_waited = 0.0  # its part of `waited`
+        self._after: tuple[float, float] | None = None  # when the last step was applied, and its waits until then
+        self._speeds: tuple[float, ...] = ()  # replaced as a whole
+        self._measured = (0, 0.0, 0.0)  # samples, seconds, and seconds without waits of the running measurement
+        self._new_speeds = 0
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -57,21 +73,29 @@ class MemberCounters:
         now = monotonic()
         self._since = now if self._since is None else self._since
         self._mark = now if self._mark is None else self._mark
+        self._trainer = get_ident()
 
-    def step_applied(self, number: int, samples: int) -> None:
-        """Takes note that the step has changed the state of this member, whose share has this many samples."""
+    def step_applied(self, number: int, samples: int, *, has_speed: bool = True) -> None:
+        """Takes note that the step has changed the state of this member, whose share has this many samples.
+
+        `has_speed` is False if the time since the step before does not show how fast this member computes.
+        """
         now = monotonic()
         self._useful += now - (now if self._mark is None else self._mark)
         self._mark, self._applied = now, (number, samples)
+        before, self._after = self._after, (now, self._trainer_waited)
+        if before is not None and samples and has_speed:
+            self._measure(samples, now - before[0], self._trainer_waited - before[1])
 
     def step_skipped(self, number: int, samples: int) -> None:
         """Takes note that all members skip the step, so the samples of this member's share are left out."""
         self._mark, self._passed_over = monotonic(), (number, samples)
+        self._after = self._mark, self._trainer_waited
 
     def step_undone(self) -> None:
         """Takes note that the step was undone."""
         self.undone += 1
-        self._mark = None
+        self._mark = self._after = None
 
     def step_committed(self, number: int) -> None:
         """Takes note that the step counts on every member."""
@@ -84,7 +108,39 @@ class MemberCounters:
 
     def stopped(self) -> None:
         """Takes note that this member waits for the next generation."""
-        self._mark = None
+        self._mark = self._after = None
+
+    def _measure(self, samples: int, seconds: float, waited: float) -> None:
+        """Adds a step to the running measurement of the speed, and ends that if it is long enough."""
+        before = self._measured
+        self._measured = counted, took, own = before[0] + samples, before[1] + seconds, before[2] + seconds - waited
+        if took >= _MEASURED_S and own > 0:
+            self._speeds = (*self._speeds, counted / own)[-_SPEEDS:]
+            self._measured = (0, 0.0, 0.0)
+            self._new_speeds += 1
+
+    def forget_speeds(self) -> None:
+        """Measures the speed of this member anew: it was measured with another share, or of another loop."""
+        self._speeds, self._measured, self._new_speeds = (), (0, 0.0, 0.0), 0
+
+    @property
+    def speed(self) -> float:
+        """Samples that this member computes in a second, without the time in which its steps wait in collectives.
+
+        The median of its last measurements, with what takes as long for any number of samples; 0 until there are some.
+        The first step of a generation does not count: it may have been repaired, and opens links.
+        """
+        speeds = self._speeds
+        return median(speeds) if len(speeds) >= _FEWEST_SPEEDS else 0.0
+
+    @property
+    def new_speed(self) -> float:
+        """The speed if it was measured often enough since `speed_told`, else 0."""
+        return self.speed if self._new_speeds >= _FEWEST_SPEEDS else 0.0
+
+    def speed_told(self) -> None:
+        """Takes note that the others have used the speed of this member."""
+        self._new_speeds = 0
 
     @property
     def goodput(self) -> float:
@@ -93,6 +149,12 @@ class MemberCounters:
             return 0.0
         until = monotonic() if self._mark is None else self._mark
         return self._useful / (until - self._since) if until > self._since else 0.0
+
+    def add_wait(self, seconds: float) -> None:
+        """Adds time for which the calling thread has waited in a collective."""
+        self.waited += seconds
+        if get_ident() == self._trainer:  # others wait while it computes
+            self._trainer_waited += seconds
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -142,6 +204,8 @@ class MemberCounters:
             checkpoint_time=checkpoints.seconds,
             state_bytes=self.state_bytes,
             state_time=self.state_time,
+            speed=self.speed,
+            share=self.share,
         )
         return self._told
 
@@ -160,6 +224,8 @@ def counted_since(start: Counters, now: Counters) -> Counters:
         checkpoint_time=now.checkpoint_time - start.checkpoint_time,
         state_bytes=now.state_bytes - start.state_bytes,
         state_time=now.state_time - start.state_time,
+        speed=now.speed,
+        share=now.share,
     )
 
 

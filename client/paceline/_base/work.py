@@ -109,7 +109,7 @@ class Work(Generic[T]):
                 raise
             finally:
                 if self._counters is not None:
-                    self._counters.waited += monotonic() - began
+                    self._counters.add_wait(monotonic() - began)
         if self._error is not None:
             raise self._error
         return self._result
@@ -219,7 +219,7 @@ class Lane:
 
     def flush(self) -> None:
         """Waits until no operation runs or is queued. Operations that fail are over too; their `wait` raises."""
-        me = threading.current_thread()
+        me, began = threading.current_thread(), monotonic()
         with self._lock:
             self._awaited += 1
             try:
@@ -227,6 +227,7 @@ class Lane:
                     self._changed.wait(SLICE)
             finally:
                 self._awaited -= 1
+                self._counters.add_wait(monotonic() - began)
 
     def _only_ends(self) -> bool:
         """Returns True if the last operation is over, and its thread is about to end its turn."""
@@ -333,7 +334,7 @@ class Lane:
         now = monotonic()
         self._progress = (operation, now, False)
         if waited and inside:
-            self._counters.waited += now - began
+            self._counters.add_wait(now - began)
         with self._lock:
             self._busy = None
             if self._thread is not None or self._awaited:

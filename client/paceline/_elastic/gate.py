@@ -29,7 +29,7 @@ from paceline._group import Group
 from paceline._links.fault import Fault, Suspicion
 from paceline._microbatch.step_microbatches import StepMicrobatches
 from paceline.errors import ReplicaLost, StepOrderError, StepVoid
-from paceline_protocol import StepFlag, agrees, flags_of
+from paceline_protocol import STEP_WORD_SIZE, StepFlag, agrees, flags_of, members_with
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _log = logging.getLogger("paceline.elastic")
@@ -144,6 +144,8 @@ class StepGate:
     Attributes:
         is_open: True once the state may change.
         flags: what members have said with their words.
+        leaving: how many of them want to leave.
+        speeds: the rest of the sums, which the loop has added to its word (`Balance.word`).
         is_prepared: True while another member may have seen all second words, and this one has not.
     """
 
@@ -160,6 +162,8 @@ class StepGate:
     ) -> None:
         self.is_open = self.is_prepared = False
         self.flags = StepFlag(0)
+        self.speeds: Sequence[float] = ()
+        self.leaving = 0
         self._number = number
         self._group = group
         self._state = state
@@ -188,11 +192,12 @@ class StepGate:
             return
         if self._micro is not None:
             self._micro.compare_twice()
-        sums = self._word.wait()
+        summed = self._word.wait()
+        sums, self.speeds = summed[:STEP_WORD_SIZE], summed[STEP_WORD_SIZE:]
         if not agrees(sums, self._group.size):
             self._find_divergence()
         self._check_complete()
-        self.flags = flags_of(sums)
+        self.flags, self.leaving = flags_of(sums), members_with(StepFlag.LEAVE, sums)
         self._runner.word_completed(self._number)
         if (self._state.is_sharded or skips) and self._group.size > 1:
             if self._state.is_sharded and not skips:

@@ -40,6 +40,11 @@ class JobLine:
         """This member's id, as others know it now."""
         return self._connection.member_id
 
+    @property
+    def min_workers(self) -> int:
+        """The fewest members that the job may have."""
+        return self._connection.wanted.min_workers
+
     def open(self) -> None:
         """Tells the coordinator that training begins."""
         self._connection.start_line(self.offered)
@@ -114,6 +119,11 @@ class SoloLine(JobLine):
     def member_id(self) -> str:
         """Empty: there are no other members."""
         return ""
+
+    @property
+    def min_workers(self) -> int:
+        """One."""
+        return 1
 
     def open(self) -> None:
         """Does nothing."""

@@ -152,6 +152,7 @@ class Session(abc.ABC):
         seed: int = 0,
         receipts: str | os.PathLike[str] | None = None,
         receipts_every: int = 10,
+        balance: bool = False,
     ) -> Iterator[Step]:
         """Yields each step of the job, and again until it commits; workers may die, freeze, join and leave meanwhile.
 
@@ -188,6 +189,10 @@ class Session(abc.ABC):
                 one line of JSON with the SHA-256 of the state, and of the receipt before. `paceline replay` computes a
                 step again and compares. Needs a sampler with microbatches.
             receipts_every: steps between two receipts. A receipt takes as long as the SHA-256 of the whole state.
+            balance: lets each worker's share of the batch follow its speed, so that a slow worker does not hold up the
+                others. Speeds are compared every fourth step, and shares change if that makes the slowest worker at
+                least 10 % faster. With microbatches whole ones move, and the bits stay the same; without, weights
+                follow the shares. Needs a sampler; the same on all workers. `stats` has a worker's share and speed.
 
         Raises:
             Dismissed: this worker has nothing more to do.
@@ -207,7 +212,8 @@ class Session(abc.ABC):
             InvalidWorldSize: the model is sharded over nodes, and the workers of a fixed world do not fill whole nodes.
             UnsupportedOp: the state cannot be given to another member; or receipts of a state that follows from the
                 number of workers (no microbatches), or that no member has whole (FSDP); or a replica of several ranks
-                with checkpoints, receipts or `paceline.FSDP`.
+                with receipts, `balance` or `paceline.FSDP`; or `balance` without a sampler, or with a model on a GPU,
+                whose time is not measured.
         """
         from paceline._elastic.steps import make_loop, run_steps
         from paceline._microbatch.replay import Replay
@@ -232,6 +238,7 @@ class Session(abc.ABC):
             before=self._line,
             receipts=receipts,
             receipts_every=receipts_every,
+            balance=balance,
             replay=replay,
         )
         self._line.on_commit = self._on_commit
@@ -318,19 +325,20 @@ class Session(abc.ABC):
 
         Returns:
             `steps`: steps that it has committed; `undone`: steps that it began and that were undone, to be taken again;
-            `samples`: of its own share in the committed steps, 0 without an `ElasticSampler`; `skipped`: committed
-            steps in which no member made an update; `skipped_samples`: of its share in them; `goodput`: the share, 0
-            to 1, of the seconds since its own first step that went into steps which were applied (`paceline status`
-            shows the job's, from its first worker on); `collective_seconds`: seconds that its threads have waited in
-            collectives; `sent_bytes`: bytes that it has sent to other workers;
-            `sent_bytes/shm`, `sent_bytes/tcp`, `sent_bytes/grpc`: the same by kind of link; `checkpoints`: checkpoints
-            that it has written, `checkpoint_step`: step of the last one, `checkpoint_seconds`: seconds that all of
-            them took, `checkpoint_failures`: checkpoints that it could not write (the lowest rank of each host writes;
-            a sharded state counts at rank 0); `state_bytes` and `state_seconds`: what it has fetched of the training
-            state from other workers, and how long that took; `generation`, `rank` and `size`: its place in the current
-            view, without `rank` while it is in none. A step counts as committed once the next one has begun, so right
-            after its block `steps` is one less than `step.number`. None of the sums ever
-            falls.
+            `samples`: of its own share in the committed steps, 0 without an `ElasticSampler`; `share`: its part of a
+            batch now, 0 to 1; `speed`: samples that it computes in a second, without the time in which it waits in
+            collectives: the median of the last steps, 0 until it is known, and for a model on a GPU; `skipped`:
+            committed steps in which no member made an update; `skipped_samples`: of its share in them; `goodput`: the
+            share, 0 to 1, of the seconds since its own first step that went into steps which were applied (`paceline
+            status` shows the job's, from its first worker on); `collective_seconds`: seconds that its threads have
+            waited in collectives; `sent_bytes`: bytes that it has sent to other workers; `sent_bytes/shm`,
+            `sent_bytes/tcp`, `sent_bytes/grpc`: the same by kind of link; `checkpoints`: checkpoints that it has
+            written, `checkpoint_step`: step of the last one, `checkpoint_seconds`: seconds that all of them took,
+            `checkpoint_failures`: checkpoints that it could not write (the lowest rank of each host writes; a sharded
+            state counts at rank 0); `state_bytes` and `state_seconds`: what it has fetched of the training state from
+            other workers, and how long that took; `generation`, `rank` and `size`: its place in the current view,
+            without `rank` while it is in none. A step counts as committed once the next one has begun, so right after
+            its block `steps` is one less than `step.number`. None of the sums ever falls.
         """
         group = self.group
         counted = group.counters.read(group.mesh.sent_bytes)
@@ -339,6 +347,8 @@ class Session(abc.ABC):
             "steps": counted.committed,
             "undone": counted.undone,
             "samples": counted.samples,
+            "share": counted.share,
+            "speed": counted.speed,
             "skipped": group.counters.skipped,
             "skipped_samples": group.counters.left_out,
             "goodput": group.counters.goodput,

@@ -38,6 +38,11 @@ class ShardedState:
         return bool(self._models)
 
     @property
+    def is_on_device(self) -> bool:
+        """True if a model has copies of its values on a device."""
+        return any(flat.on_device for model in self._models for unit in model.units() for flat in unit.flats)
+
+    @property
     def node_size(self) -> int:
         """The number of ranks that hold one copy between them: 1 if each holds all, 0 for all ranks.
 

@@ -227,6 +227,11 @@ class TrainState:
         """Returns the arrays of `named`."""
         return list(self.named().values())
 
+    @property
+    def is_on_device(self) -> bool:
+        """True if a part lies on a device, such as a GPU."""
+        return self._spread.is_on_device or any(isinstance(array, DeviceArray) for array in self.large())
+
     def small(self) -> dict[str, Any]:
         """Returns a copy of the state that may change outside the gate."""
         return {name: part.small() for name, part in self._parts.items()}

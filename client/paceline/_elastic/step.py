@@ -7,6 +7,7 @@ import sys
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
+from paceline._base.shares import Shares
 from paceline._base.sum_order import SumsNotHeld
 from paceline._base.uncaught import users_place
 from paceline._base.work import Work
@@ -69,8 +70,9 @@ class Step(StepBatch):
         kept: KeptSums | None = None,
         told: Work[Any] | None = None,
         mates: Alone = ALONE,
+        shares: Shares | None = None,
     ) -> None:
-        super().__init__(number, group, state, seed, kept, told, has_mates=mates.size > 1)
+        super().__init__(number, group, state, seed, kept, told, shares, has_mates=mates.size > 1)
         self.attempt = attempt
         self.applied = self.skipped = False
         self.raised = False

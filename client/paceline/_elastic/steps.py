@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from paceline._base.uncaught import is_let_go, takers, users_place
+from paceline._elastic.balance import Balance
 from paceline._elastic.job_line import JobLine
 from paceline._elastic.mates import Alone, Mates
 from paceline._elastic.replica_saver import ReplicaSaver
@@ -51,6 +52,7 @@ def make_loop(
     before: TrainingLoop | None,
     receipts: str | os.PathLike[str] | None = None,
     receipts_every: int = EVERY,
+    balance: bool = False,
     replay: Replay | None = None,
 ) -> TrainingLoop:
     """Makes a member's loop; communicates only with mates. With a `replay`, it begins there, and writes nothing."""
@@ -63,6 +65,9 @@ def make_loop(
         )
     _check_microbatches(state, job_line.group)
     _check_replica(job_line.mates, state, receipts=receipts is not None)
+    balancer = _make_balance(job_line.mates, state) if balance else None
+    if job_line.config.drain_stragglers and not balance:
+        tell_once(_log, "no straggler will be drained: that needs session.steps(..., balance=True)")
     state.check_round_trip()
     check_complete(state)
     if replay is not None:
@@ -105,6 +110,8 @@ def make_loop(
             )
             # The receipts are part of the state, so all members must make the same ones.
             settings |= {"receipts_every": receipts_every, "checkpoint_every": checkpoint_every}
+    if balance:
+        settings["balance"] = True
     if job_line.mates.size > 1:
         settings["replica_size"] = job_line.mates.size
     if state.is_sharded:  # members write checkpoints together
@@ -118,6 +125,7 @@ def make_loop(
         manifest,
         saver,
         MemberState(held, state.node_size, state.shares(), stored=stored),
+        balancer,
     )
     loop.guard.receipts = book
     return loop
@@ -135,6 +143,24 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
         )
     if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
         raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
+
+
+def _make_balance(mates: Alone, state: TrainState) -> Balance:
+    """Returns the shares that follow the speeds of the workers, in units of the state's sampler."""
+    mates.refuse("balance=True")  # they would measure different speeds, and share one batch
+    if (sampler := state.sampler) is None:
+        raise UnsupportedOp(
+            "balance=True without a sampler, whose batch is divided: give the training state an ElasticSampler"
+        )
+    if state.is_on_device:
+        raise UnsupportedOp(
+            "balance=True with a model on a GPU: speeds are measured on the processor, which does not wait for the GPU"
+        )
+    if (least := min(sampler.n, sampler.batch_size(1))) < sampler.microbatches:
+        raise UnsupportedOp(
+            f"balance=True with {sampler.microbatches} microbatches of {least} samples: a rank may get only empty ones"
+        )
+    return Balance(lambda world: sampler.microbatches or min(sampler.n, sampler.batch_size(world)))
 
 
 def _make_saver(

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from paceline._base.waits import SLICE
 from paceline._elastic.attempts import BlockOutcome, FailedAttempts, FinishedBlocks
+from paceline._elastic.balance import Balance
 from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
 from paceline._elastic.job_line import JobLine
+from paceline._elastic.pace import Pace
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rounds import Point
@@ -74,6 +76,7 @@ class TrainingLoop:
         manifest: bytes,
         saver: Saver,
         member: MemberState,
+        balance: Balance | None = None,
     ) -> None:
         self.done = self.left = self.unfinished = self.raised = False
         self.broken_off = ""
@@ -93,6 +96,7 @@ class TrainingLoop:
         self._recovery = StateRecovery(job_line, member, state, saver)
         self._meeting_wait = MeetingWait(job_line, member, self._send_meet)
         self._counters = job_line.group.counters
+        self._pace = Pace(job_line, state, balance)
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
@@ -167,8 +171,9 @@ class TrainingLoop:
         number, group = self._state.step + 1, self._job_line.group
         digest = partial_digest(self._large, number) ^ self._last_update
         attempt = self._failures.begin(f"step {number}", group.mesh.peers)
-        # Once gradients were sent in this generation, they carry the word; all members decide this alike.
-        with_gradients = group.takes_piggybacks
+        speeds = self._pace.begin(number)
+        # Once gradients were sent in this generation, they carry a word without speeds; all members decide this alike.
+        with_gradients = group.takes_piggybacks and not speeds
         self._member.begin()
         try:
             if self._state.is_sharded:  # before the word, which says that this member has them
@@ -177,7 +182,7 @@ class TrainingLoop:
                 self._state.prepare()
             self._saver.begin(self._member.held, self._state, group)  # first: the word says whether it writes
             flags = self._flags()
-            values = step_word(flags, number, digest)
+            values = step_word(flags, number, digest) + speeds
             pending = PendingStepWord(group, values, number, with_gradients=with_gradients)
             told = None if self._kept_sums is None else self._kept_sums.tell(group, number, self._microbatches)
             joint = self.mates.go(Point.BEGIN, flags)
@@ -202,6 +207,7 @@ class TrainingLoop:
             self._kept_sums,
             told,
             self.mates,
+            self._pace.shares,
         )
         group.ban_collectives(BETWEEN_STEPS)
         return step
@@ -230,8 +236,10 @@ class TrainingLoop:
             # another generation has begun since: members that took its base ran no optimizer.
             self._last_update = _UPDATED if step.applied and step.updated else 0
             self._saver.heard(writing=bool(step.gate.flags & StepFlag.WRITES))
+            if step.passed:
+                self._pace.passed(step)
         if step.applied:
-            self._counters.step_applied(step.number, step.samples)
+            self._pace.applied(step, is_over=over)
         elif step.passed:
             self._counters.step_skipped(step.number, step.left_out)
             text = "all ranks skip step %d: none made an update. session.stats() counts the samples that are left out"
@@ -252,7 +260,7 @@ class TrainingLoop:
             tell_once(_log, f"job {self._job_line.job!r} stops after step {step.number} of {self._total}, as asked")
         elif step.gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
-            self._member.leaving = bool(self._job_line.inbox.draining)
+            self._member.leaving = self._pace.leaves(step) or bool(self._job_line.inbox.draining)
             self._send_meet(self._member.meet())
 
     def close(self) -> None:
@@ -401,7 +409,7 @@ class TrainingLoop:
                             _log, f"all members leave, and without checkpoint_dir the state of step {number} is lost"
                         )
                     self._saver.keep_last(self._member.held, self._state, self._job_line.group)
-                raise Dismissed(self._job_line.inbox.draining or "this worker was drained")
+                raise Dismissed(self._job_line.inbox.draining or self._pace.why_leaving or "this worker was drained")
             case messages.Finished(step):
                 self._job_done(step)
             case SessionReplaced():
@@ -445,6 +453,7 @@ class TrainingLoop:
             self._recovery.train_on(self._member.shares[0])
         if self.last < self._total:  # others may not know that a step has stopped the loop
             self.last, self._stops = self._total, True
+        self._pace.enter(world)
         self._large = self._state.large()
         self.guard.forget()
         self._last_update = self._skipped = 0
@@ -580,7 +589,7 @@ class TrainingLoop:
             inbox.summoned == self._member.generation or self._meeting_wait.went_on
         ):  # again for a meeting that did not happen
             flags |= StepFlag.JOIN
-        if inbox.draining:
+        if inbox.draining or (self._state.step + 1 < self.last and self._pace.ask()):
             flags |= StepFlag.LEAVE
         return flags
 

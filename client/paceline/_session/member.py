@@ -393,6 +393,8 @@ class MemberConnection:
             checkpoint_time=duration(counters.checkpoint_time),
             state_bytes=counters.state_bytes,
             state_time=duration(counters.state_time),
+            speed=counters.speed,
+            share=counters.share,
         )
 
     def _counted(self) -> Counters:

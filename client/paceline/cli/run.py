@@ -197,14 +197,21 @@ def engine_for_workers(name: str | None) -> Iterator[None]:
         raise UsageError(f"there is no engine {name!r} (--engine): the engines are {known}")
     if package := missing_package(name):
         raise UsageError(f"the engine {name} (--engine) needs {package}, which is not installed: pip install {package}")
-    before = os.environ.get("PACELINE_ENGINE")
-    os.environ["PACELINE_ENGINE"] = name
+    with variable_for_workers("PACELINE_ENGINE", name):
+        yield
+
+
+@contextlib.contextmanager
+def variable_for_workers(name: str, value: str) -> Iterator[None]:
+    """Sets a variable of workers that are started inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
-        os.environ.pop("PACELINE_ENGINE")
+        os.environ.pop(name)
         if before is not None:
-            os.environ["PACELINE_ENGINE"] = before
+            os.environ[name] = before
 
 
 def launcher_of(engine: str | None) -> Callable[..., object] | None:

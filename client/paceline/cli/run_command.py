@@ -111,6 +111,14 @@ def run(
             "order, so that a batch script can requeue itself.",
         ),
     ] = 0,
+    drain_stragglers: Annotated[
+        bool,
+        typer.Option(
+            "--drain-stragglers",
+            help="Let a worker leave that stays far slower than the median, unless fewer than --min would be left; for "
+            "scripts with session.steps(..., balance=True).",
+        ),
+    ] = False,
     http: Annotated[
         bool,
         typer.Option("--http", help="Serve a page that shows the job, on this machine; its URL is printed."),
@@ -152,7 +160,7 @@ def run(
     with one_line_errors():
         from paceline.cli.access import endpoint
         from paceline.cli.hosts import find_host, find_notices
-        from paceline.cli.run import engine_for_workers, launcher_of, run_workers
+        from paceline.cli.run import engine_for_workers, launcher_of, run_workers, variable_for_workers
 
         if no_python and module:
             raise UsageError("give --no-python or --module, not both")
@@ -161,6 +169,8 @@ def run(
         if http or http_listen is not None:
             page = "127.0.0.1:0" if http_listen is None else str(endpoint(http_listen, default_port=0))
         context.with_resource(engine_for_workers(engine))
+        if drain_stragglers:
+            context.with_resource(variable_for_workers("PACELINE_DRAIN_STRAGGLERS", "1"))
         if (launch := launcher_of(engine)) is not None:
             _refuse_with_launcher(context, str(engine))
             _say_that_notices_are_ignored(notice, f"--engine {engine}")

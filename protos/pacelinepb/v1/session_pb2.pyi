@@ -388,6 +388,8 @@ class Heartbeat(_message.Message):
     CHECKPOINT_TIME_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
     STATE_TIME_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
     operation: _builtins.int
     """Number of the last collective that the member entered, 0 for none."""
     inside: _builtins.bool
@@ -412,6 +414,12 @@ class Heartbeat(_message.Message):
     """Checkpoints that it could not write."""
     state_bytes: _builtins.int
     """Bytes of training state that it has fetched from other members; this field and the next never fall within a session."""
+    speed: _builtins.float
+    """Samples that it computes in a second, without the time in which it waits in collectives; 0 while it is not known.
+    Members of 0.1.0 leave this field and the next out.
+    """
+    share: _builtins.float
+    """Its part of a batch now, 0 to 1; 0 if it draws no samples from a sampler."""
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Time since it entered it, or since it left the last one if it is in none."""
@@ -458,10 +466,12 @@ class Heartbeat(_message.Message):
         checkpoint_time: _duration_pb2.Duration | None = ...,
         state_bytes: _builtins.int = ...,
         state_time: _duration_pb2.Duration | None = ...,
+        speed: _builtins.float = ...,
+        share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_time", b"checkpoint_time", "in_collectives", b"in_collectives", "since", b"since", "state_time", b"state_time", "step_since", b"step_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "since", b"since", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "undone", b"undone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "share", b"share", "since", b"since", "speed", b"speed", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "undone", b"undone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,11 @@ def main() -> None:
         from paceline._microbatch import machine_bits
 
         machine_bits.numpy_probe = lambda: b"other bits"
+    slowness = os.getpid() % 4 if plan.get("uneven") else 1
+    if plan.get("uneven"):  # few generations of a storm are long enough for measurements of the usual length
+        from paceline._base import activity
+
+        activity._MEASURED_S = 0.0
     emit("ready")
     sys.stdin.readline()  # all that are started together knock together
     with paceline.join(timeout=plan["join_timeout"]) as session:
@@ -94,6 +99,7 @@ def main() -> None:
                 total=plan["total"],
                 checkpoint_dir=plan.get("checkpoint_dir"),
                 checkpoint_every=plan.get("checkpoint_every"),
+                **({"balance": True} if plan.get("balance") else {}),
             ):
                 with step:
                     if plan.get("looks_early"):
@@ -111,6 +117,7 @@ def main() -> None:
                     place = {"generation": step.generation, "step": step.number, "rank": step.rank}
                     told = [micro.number for micro in microbatches if not micro.is_check]
                     emit("attempt", **place, indices=used, microbatches=told, kept=list(kept))
+                    emit("share", **place, shares=getattr(step, "shares", None))
                     problem.optimizer.zero_grad()
                     for micro in microbatches:
                         with micro:
@@ -123,6 +130,7 @@ def main() -> None:
                                         fault.strike()
                             if plan.get("pace"):
                                 brake.compute(plan["pace"] / len(microbatches))
+                            time.sleep(slowness * plan.get("microbatch_s", 0.0))
                             if plan.get("tells_microbatches"):
                                 emit("microbatch", **place, microbatch=micro.number, is_check=micro.is_check)
                             problem.compute(micro)

@@ -25,9 +25,11 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """As `paceline run` gives each worker."""
 
 
-def in_microbatches(folder: Path, model: str, **plan: Any) -> AbstractContextManager[Cluster]:
+def in_microbatches(
+    folder: Path, model: str, *, variables: Mapping[str, str] | None = None, **plan: Any
+) -> AbstractContextManager[Cluster]:
     """A cluster of workers that train a model of `microbatch_problem`."""
-    return cluster(folder, trainer=_TRAINER, model=model, variables=_ONE_THREAD, **plan)
+    return cluster(folder, trainer=_TRAINER, model=model, variables={**_ONE_THREAD, **(variables or {})}, **plan)
 
 
 def one_process_bits(folder: Path, model: str, total: int, microbatches: int = 8) -> dict[int, str]:
@@ -144,19 +146,21 @@ class BitsSoak:
         model: of `microbatch_problem`. If its state is spread, no part of it may be lost.
         seconds: length of both storms together.
         say: where lines for people go.
+        balance: shares follow the speeds of the workers, which differ by their process ids.
 
     Attributes:
         counts: what has happened in all seeds.
         worlds: numbers of workers that have applied a step.
     """
 
-    def __init__(self, model: str, seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, model: str, seconds: float, say: Callable[[str], None], *, balance: bool = False) -> None:
         self.counts: Counter[str] = Counter()
         self.worlds: set[int] = set()
         self._model = model
         self._is_spread = "shard" in model
         self._seconds = seconds
         self._say = say
+        self._balance = balance
         self._known: dict[int, str] = {}
 
     def say_so_far(self) -> None:
@@ -196,6 +200,8 @@ class BitsSoak:
         patience = FAILURE_TIMEOUT if self._model.startswith("mlp") else 3 * FAILURE_TIMEOUT
         plan |= {"least": 1, "most": MOST + 2, "total": 1 << 30, "failure_timeout": patience, "pace": 0.04, "log": True}
         plan |= {"digest_every": 3}
+        if self._balance:
+            plan |= {"balance": True, "uneven": True, "microbatch_s": 0.008, "pace": 0.0}
         with in_microbatches(folder, self._model, **plan) as c:
             faults: list[str] = []
             storm = Storm(c, seed, faults.append, gaps=(0.1, 0.6), stall=60.0, mends=self._is_spread)
@@ -221,4 +227,7 @@ class BitsSoak:
         counts.update(storm.counts)
         counts["steps"] += len({event["step"] for event in steps})
         counts["steps undone and taken again"] += sum(c.redone().values())
+        if self._balance:
+            shared = (event for trainer in c.trainers for event in trainer.of("share") if event["shares"])
+            counts["steps with unequal shares"] += len({event["step"] for event in shared})
         self.worlds |= {event["world"] for event in steps}

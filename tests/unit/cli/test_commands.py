@@ -124,19 +124,26 @@ def test_an_engine_without_its_package_names_the_package(monkeypatch: pytest.Mon
     assert "the engine gloo (--engine) needs torch, which is not installed: pip install torch" in result.stderr
 
 
-def test_run_exports_the_engine_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "variable", "value"),
+    [(["--engine", "gloo"], "PACELINE_ENGINE", "gloo"), (["--drain-stragglers"], "PACELINE_DRAIN_STRAGGLERS", "1")],
+    ids=["engine", "stragglers"],
+)
+def test_run_exports_options_to_workers(
+    options: list[str], variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[str | None] = []
 
     def look(*_: object, **__: object) -> int:
-        found.append(os.environ.get("PACELINE_ENGINE"))
+        found.append(os.environ.get(variable))
         return 0
 
-    monkeypatch.delenv("PACELINE_ENGINE", raising=False)
+    monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("paceline.cli.run.run_workers", look)
     monkeypatch.setattr("paceline.cli.run.missing_package", lambda name: "")
-    for arguments in (["run", "--engine", "gloo", __file__], ["run", __file__]):
+    for arguments in (["run", *options, __file__], ["run", __file__]):
         assert runner.invoke(app, arguments).exit_code == 0
-    assert found == ["gloo", None]
+    assert found == [value, None]
 
 
 def test_notice_variable_without_effect_under_mpi_prints_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def test_a_single_worker_counts_its_steps_and_samples() -> None:
             "steps": 0,
             "undone": 0,
             "samples": 0,
+            "share": 0.0,
+            "speed": 0.0,
             "skipped": 0,
             "skipped_samples": 0,
             "goodput": 0.0,
@@ -130,3 +133,84 @@ def test_checkpoint_counters_of_a_rejoining_member_begin_at_zero() -> None:
     assert counted_since(before, counters.read({})) == Counters(
         checkpoint_step=200, checkpoints=1, checkpoint_time=0.25
     )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that is moved by hand: its only number."""
+    now = [100.0]
+    monkeypatch.setattr("paceline._base.activity.monotonic", lambda: now[0])
+    return now
+
+
+def apply(counters: MemberCounters, clock: list[float], *steps: tuple[int, float, float]) -> float:
+    """Steps of so many samples, seconds, and seconds of waiting; returns the speed after them."""
+    for number, (samples, seconds, waited) in enumerate(steps, 1):
+        counters.step_begins()
+        clock[0] += seconds
+        counters.add_wait(waited)
+        counters.step_applied(number, samples)
+    return counters.speed
+
+
+def test_a_speed_is_the_median_of_steps_without_their_waits(clock: list[float]) -> None:
+    counters = MemberCounters()
+    warm = (10, 60.0, 0.0)  # the first step loads and compiles, and does not count
+    assert apply(counters, clock, warm, (10, 2.0, 1.0), (10, 2.0, 1.0)) == 0.0, "too few steps"
+    assert apply(counters, clock, (10, 2.0, 1.0)) == pytest.approx(10.0)
+    assert apply(counters, clock, (20, 2.0, 1.0), (20, 2.0, 1.0)) == pytest.approx(10.0), "a median"
+    assert apply(counters, clock, *[(20, 2.0, 1.0)] * 2) == pytest.approx(20.0)
+
+
+def test_steps_without_samples_or_after_an_interruption_have_no_speed(clock: list[float]) -> None:
+    counters = MemberCounters()
+    apply(counters, clock, *[(10, 1.0, 0.0)] * 4)
+    apply(counters, clock, (0, 100.0, 0.0), (0, 100.0, 0.0), (0, 100.0, 0.0))
+    for interrupt in (counters.step_undone, counters.stopped):
+        interrupt()
+        apply(counters, clock, (10, 100.0, 0.0))
+    assert counters.speed == pytest.approx(10.0)
+
+
+def test_steps_between_skipped_ones_are_measured(clock: list[float]) -> None:
+    counters = MemberCounters()
+    for number in range(4):
+        counters.step_skipped(2 * number + 1, 10)
+        apply(counters, clock, (10, 1.0, 0.0))
+    assert counters.speed == pytest.approx(10.0)
+
+
+def test_short_steps_are_measured_together(clock: list[float]) -> None:
+    counters = MemberCounters()
+    short = [(2, 0.05, 0.0), (2, 0.05, 0.0), (2, 0.05, 0.025), (2, 0.07, 0.035)]  # 8 samples in 0.22 s, 0.06 s of waits
+    assert apply(counters, clock, (2, 1.0, 0.0), *short, *short, *short[:3]) == 0.0, "two measurements"
+    assert apply(counters, clock, *short[3:]) == pytest.approx(8 / 0.16)
+
+
+def test_a_speed_is_new_until_it_was_told(clock: list[float]) -> None:
+    counters, step = MemberCounters(), (10, 1.0, 0.0)
+    apply(counters, clock, *[step] * 4)
+    assert counters.new_speed == counters.speed == pytest.approx(10.0)
+    counters.speed_told()
+    apply(counters, clock, step, step)
+    assert (counters.new_speed, counters.speed) == (0.0, pytest.approx(10.0))
+    apply(counters, clock, step)
+    assert counters.new_speed == pytest.approx(10.0)
+
+
+def test_a_speed_outlives_a_generation(clock: list[float]) -> None:
+    counters = MemberCounters()
+    apply(counters, clock, *[(10, 1.0, 0.0)] * 4)
+    counters.stopped()
+    assert counters.speed == pytest.approx(10.0)
+    assert counters.read({}).speed == pytest.approx(10.0)
+    counters.forget_speeds()
+    assert counters.speed == 0.0
+
+
+def test_stats_have_the_speed_and_share_of_a_worker() -> None:
+    with paceline.join() as session:
+        Training().run(session, 8, after=lambda _: time.sleep(0.1))
+        stats = session.stats()
+    assert stats["share"] == 1.0
+    assert 0.0 < stats["speed"] < float("inf")

@@ -22,9 +22,10 @@ def test_heartbeat_counters_and_progress_round_trip() -> None:
     beat.checkpoint_time.FromMilliseconds(800)
     beat.state_bytes = 4096
     beat.state_time.FromMilliseconds(250)
+    beat.speed, beat.share = 812.5, 0.25
     beat.doing = "all_reduce\x1b[2J" + "x" * 100
     counters = wire.read_counters(beat)
-    assert counters == Counters(3, 1, 64, {"shm": 7, "tcp": 0}, 1.5, 100, 2, 1, 0.8, 4096, 0.25)
+    assert counters == Counters(3, 1, 64, {"shm": 7, "tcp": 0}, 1.5, 100, 2, 1, 0.8, 4096, 0.25, 812.5, 0.25)
     progress = wire.read_progress(0.0, beat)
     assert progress.doing.startswith("all_reduce [2J")
     assert len(progress.doing) == 64
@@ -33,6 +34,13 @@ def test_heartbeat_counters_and_progress_round_trip() -> None:
     assert (told.checkpoint_step, told.checkpoints, told.checkpoint_failures) == (100, 2, 1)
     assert told.checkpoint_time == beat.checkpoint_time
     assert (told.state_bytes, told.state_time) == (4096, beat.state_time)
+    assert (told.speed, told.share) == (812.5, 0.25)
+
+
+@pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf"), 1e30])
+def test_impossible_speeds_and_shares_count_as_not_known(odd: float) -> None:
+    counters = wire.read_counters(pb.Heartbeat(speed=odd, share=odd))
+    assert (counters.speed, counters.share) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
