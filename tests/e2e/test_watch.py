@@ -55,7 +55,7 @@ def test_watch_shows_a_frozen_worker_as_silent_and_lists_a_killed_one(tmp_path: 
             shown.wait_for_match(r"silentfor[3-8]\.")
             os.kill(pids[0], signal.SIGCONT)
             os.kill(pids[1], signal.SIGKILL)
-            shown.wait_for(f"{pids[1]} - was killed by SIGKILL, ")
+            shown.wait_for_match(rf"{pids[1]}-+waskilledbySIGKILL,")
             shown.wait_for("lost 1")
             shown.press("\x03")
             assert shown.wait() == 0

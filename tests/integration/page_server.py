@@ -60,6 +60,8 @@ def add_member(detail: pb.GetJobResponse, rank: int | None, **fields: Any) -> pb
     status.attached = fields.pop("attached", True)
     status.silent.CopyFrom(_duration(fields.pop("silent_s", 0.1)))
     fields.setdefault("step", 40 if rank is not None else 0)
+    if rank is not None:
+        fields = {"speed": 850.5, "share": 0.25} | fields
     progress = session_pb2.Heartbeat(operation=200, sent_bytes={"shm": 1 << 20, "tcp": 1 << 18}, **fields)
     status.progress.CopyFrom(progress)
     return status

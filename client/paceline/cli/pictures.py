@@ -12,6 +12,7 @@ from rich.text import Text
 from paceline._base.terminal import printable
 from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, stragglers
 from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobSummary, JobTotals, MemberStatus
+from pacelinepb.v1.session_pb2 import Heartbeat
 
 PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
 
@@ -147,16 +148,26 @@ def _members(detail: GetJobResponse, most: int | None) -> RenderableType:
         rows.sort(key=lambda row: row[2] == "green")  # stable: each part keeps its order
         left_out = len(rows) - room
         rows = rows[:room]
-    table = _table("rank", "host", "pid", "step", "state")
+    shows_speeds = any(status.progress.speed for status in detail.members)
+    table = _table("rank", "host", "pid", "step", *(("samples/s", "share") if shows_speeds else ()), "state")
     for status, text, style in rows:
         process, step = status.member.process, step_of(status, detail, behind.get(status.member.member_id))
         rank = _rank(status, detail.summary.replica_size)
-        table.add_row(rank, _plain(process.host), str(process.pid), step, Text(text, style))
+        speeds = _speed_and_share(status.progress) if shows_speeds else ()
+        table.add_row(rank, _plain(process.host), str(process.pid), step, *speeds, Text(text, style))
     for ended in gone:
         process = ended.member.process
         rank = _rank(ended, detail.summary.replica_size)
-        table.add_row(rank, _plain(process.host), str(process.pid), "-", Text(_gone_text(ended), "red"), style="dim")
+        dashes = ("-", "-") if shows_speeds else ()
+        how = Text(_gone_text(ended), "red")
+        table.add_row(rank, _plain(process.host), str(process.pid), "-", *dashes, how, style="dim")
     return Group(table, Text(f"and {left_out} more", "dim")) if left_out > 0 else table
+
+
+def _speed_and_share(progress: Heartbeat) -> tuple[str, str]:
+    """Writes the samples that a member computes in a second, and its part of a batch."""
+    speed = f"{progress.speed:.3g}" if progress.speed < 1000 else f"{progress.speed:.0f}"
+    return speed if progress.speed else "-", f"{progress.share:.1%}" if progress.share else "-"
 
 
 def why_text(job: JobSummary) -> str:
@@ -183,7 +194,7 @@ def _table(*columns: str) -> Table:
     """Makes a table without lines, whose cells go on in the next row instead of being cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
-        number = name in ("rank", "pid", "step", "steps/s", "lost")
+        number = name in ("rank", "pid", "step", "samples/s", "share", "steps/s", "lost")
         table.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number)
     return table
 

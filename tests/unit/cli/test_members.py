@@ -61,6 +61,18 @@ def test_a_member_behind_a_waiting_rank_is_a_straggler(other: admin_pb2.MemberSt
     assert "m0" not in stragglers(detail(WAITING, other))
 
 
+def test_a_member_that_takes_five_times_as_long_for_its_share_is_a_straggler() -> None:
+    members = [member(rank, 42, 0.0, inside=False) for rank in range(3)]
+    for status, speed in zip(members, (100.0, 19.0, 120.0), strict=True):
+        status.progress.speed, status.progress.share = speed, 1 / 3
+    text = "straggler: takes 5.3 times as long as others for its share of the batch"
+    assert stragglers(detail(*members)) == {"m1": text}
+    members[1].progress.share = 0.2
+    assert stragglers(detail(*members)) == {}, "it has a smaller share"
+    members[1].progress.speed, members[1].progress.share = 0.0, 1 / 3
+    assert stragglers(detail(*members)) == {}, "its speed is not known"
+
+
 def test_a_short_wait_makes_no_straggler() -> None:
     assert stragglers(detail(member(0, 42, 0.3), member(1, 41, 0.3, inside=False, silent=0.1))) == {}
 

@@ -88,7 +88,28 @@ def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> 
         "straggler": None,
         "sent_bytes": {},
         "in_collectives_s": 0.0,
+        "speed": 0.0,
+        "share": 0.0,
     }
+
+
+def test_speeds_and_shares_are_shown_once_they_are_known() -> None:
+    members = [member(True) for _ in range(3)]
+    for rank, (status, speed) in enumerate(zip(members, (812.25, 400.0, 0.0), strict=True)):
+        status.member.rank, status.member.member_id = rank, f"m{rank}"
+        status.progress.speed, status.progress.share = speed, speed and 0.375
+    assert (member_as_dict(members[0])["speed"], member_as_dict(members[0])["share"]) == (812.25, 0.375)
+
+    def drawn() -> str:
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(job_picture(admin_pb2.GetJobResponse(summary=SUMMARY, members=members)))
+        return console.export_text()
+
+    assert re.search(r"step +samples/s +share +state", drawn())
+    assert re.findall(r"3 +(\S+) +(\S+) +training", drawn()) == [("812", "37.5%"), ("400", "37.5%"), ("-", "-")]
+    for status in members:
+        status.progress.speed = 0.0
+    assert "samples/s" not in drawn()
 
 
 def test_job_as_dict_of_a_finished_job() -> None:

@@ -358,6 +358,8 @@ const workerRows = table(
     ["number behind", (member) => (member.step ? behind(member) : DASH)],
     ["standing wide", (member) => member.standing || DASH],
     ["text", whatItDoes],
+    ["number wide", (member) => (member.speed ? short(member.speed) : DASH)],
+    ["number wide", (member) => (member.share ? percent(member.share) : DASH)],
     ["number wide", (member) => short(sum(member.sent_bytes), "B")],
   ],
   {
