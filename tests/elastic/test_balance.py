@@ -14,8 +14,8 @@ from support.elastic.same_bits import BitsSoak, check_bits, in_microbatches
 
 pytestmark = pytest.mark.slow
 
-FAST, SLOW = 0.015, 0.06
-"""Seconds of a microbatch."""
+FAST, SLOW = 0.01, 0.12
+"""Seconds of a microbatch. On a busy machine each takes 0.05 s more."""
 
 
 def computed(trainer: Trainer, first: int, last: int) -> Counter[int]:
@@ -43,8 +43,7 @@ def test_a_slow_worker_gets_fewer_microbatches(model: str, tmp_path: Path) -> No
             trainer.go()
         assert set(c.wait().values()) == {0}, str(c)
         assert check_bits(c, tmp_path, "mlp", microbatches=10) == 24
-    assert min(computed(fast, 18, 24)) >= 7, f"8 if nothing but the sleep takes time\n{c}"
-    assert max(computed(slow, 18, 24)) <= 3, str(c)
+    assert min(computed(fast, 18, 24)) > max(computed(slow, 18, 24)), str(c)
     assert shares_by_step(c)[1] is None, "they begin with equal shares"
 
 
@@ -70,16 +69,16 @@ def test_shares_are_found_again_after_a_kill_and_a_join(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_straggler_is_named_and_leaves_if_enough_workers_stay(least: int, tmp_path: Path) -> None:
+    """There is one microbatch for each, so none can move."""
     drains = {"PACELINE_DRAIN_STRAGGLERS": "1"}
-    with in_microbatches(
-        tmp_path, "mlp", variables=drains, least=least, total=30, balance=True, log=True, microbatches=8
-    ) as c:
-        fast = c.start(1, go=False, microbatch_s=0.004)[0]
-        slow = c.start(1, go=False, microbatch_s=0.1)[0]
+    plan = {"least": least, "most": 2, "total": 24, "balance": True, "log": True, "microbatches": 2}
+    with in_microbatches(tmp_path, "mlp", variables=drains, **plan) as c:
+        fast = c.start(1, go=False, microbatch_s=0.0)[0]
+        slow = c.start(1, go=False, microbatch_s=0.5)[0]
         for trainer in (fast, slow):
             trainer.go()
         assert set(c.wait(60).values()) == {0}, str(c)
-        assert check_bits(c, tmp_path, "mlp") == 30
+        assert check_bits(c, tmp_path, "mlp", microbatches=2) == 24
     assert "is a straggler: " in fast.stderr, fast.stderr
     left = [event["reason"] for event in slow.of("dismissed")]
     assert left == (["this worker is a straggler"] if least == 1 else []), str(c)
