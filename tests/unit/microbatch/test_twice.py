@@ -37,7 +37,7 @@ def test_every_microbatch_is_checked_eventually() -> None:
     assert computed_twice(0, 5, 2, 8, 0) is None
 
 
-def test_the_owner_is_the_rank_whose_share_has_the_microbatch() -> None:
+def test_with_unequal_shares_the_owner_is_the_rank_that_computes_the_microbatch() -> None:
     found = [computed_twice(0, step, 3, 8, 1, (1, 6, 1)) for step in range(1, 200)]
     owners = {twice.number: twice.owner for twice in found if twice is not None}
     assert owners == {0: 0, **dict.fromkeys(range(1, 7), 1), 7: 2}
