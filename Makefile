@@ -54,8 +54,9 @@ soak: .venv/.installed  ## train while workers and the coordinator fail at rando
 	$(BIN)/python tests/elastic/soak.py --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1)
 	$(BIN)/python tests/elastic/soak_deaths.py --seed $(or $(SEED),1)
 	$(BIN)/python tests/elastic/soak_exits.py --seed $(or $(SEED),1)
+# Without --quiet, which would hide the warnings from --strict too.
 docs: .venv/.docs  ## build the documents as a site that works offline (site/), strictly
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 lock: .venv/.installed  ## update the locked versions that the image installs (Python 3.11): deploy/*.lock
 	$(BIN)/python deploy/lock.py
 image:        ## build the container image and list its contents (dist/*.cdx.json)

@@ -69,8 +69,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = next((path for path, uri in FROM_ROOT.items() if uri == here), f"docs/{here}")
     markdown = DIAGRAM.sub(lambda match: as_svg(match.group(1)), markdown)
     markdown = FENCE.sub(r"```\1\3", markdown)
-    parts = FENCED.split(markdown)  # a list needs no empty line before it on GitHub
+    parts = FENCED.split(markdown)  # a list or a fence needs no empty line before or behind it on GitHub
     parts[::2] = [LIST.sub(r"\1\n\n", part) for part in parts[::2]]
+    parts[1::2] = [f"\n{fence}\n" for fence in parts[1::2]]
     markdown = "".join(parts)
     kept = CODE.findall(markdown)
     rest = CODE.split(markdown)
