@@ -33,8 +33,8 @@ FROM_ROOT = {
     "README.md": "index.md",
     "DESIGN.md": "design.md",
     "SECURITY.md": "security-policy.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "development/contributing.md",
+    "CHANGELOG.md": "development/changelog.md",
 }
 FENCE = re.compile(r"^```(\w+)((?: (?:torch|fails|unordered|whole|fragment|output))+)(.*)$", re.MULTILINE)
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
