@@ -5,8 +5,9 @@
     reference/settings.md                   PACELINE_* variables and `paceline.Config`
 
 Links lead to pages of the site where there is one, else to the file on GitHub. What is read as Markdown on GitHub, and
-what the site needs, differ in a few ways that are evened out here: words in a fence that only tests read, and diagrams.
-At the end the site is searched for anything that a browser would fetch from elsewhere.
+what the site needs, differ in a few ways that are evened out here, such as words in a fence that only tests read. Pages
+with diagrams load mermaid from the site. At the end the site is searched for anything that a browser would fetch from
+elsewhere.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).parent))
 
 from reference import command_line, settings  # noqa: E402
-from sequence import as_svg  # noqa: E402
 
 GITHUB = "https://github.com/paceline/paceline"
 RAW = "https://raw.githubusercontent.com/paceline/paceline/main/"
@@ -37,7 +39,7 @@ FROM_ROOT = {
     "CHANGELOG.md": "development/changelog.md",
 }
 FENCE = re.compile(r"^```(\w+)((?: (?:torch|fails|unordered|whole|fragment|output))+)(.*)$", re.MULTILINE)
-DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MERMAID = "assets/mermaid.js"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 LIST = re.compile(r"^(?!\s|[-*] |\d+\. |#|\||>|`{3}|$)(.*)\n(?=(?:[-*]|\d+\.) )", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -50,6 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
     files.append(File.generated(config, "reference/settings.md", content=settings()))
+    mermaid = distribution("mermaidx").locate_file(f"mermaidx/{MERMAID}")  # mermaid's own file, as published on npm
+    files.append(File.generated(config, MERMAID, abs_src_path=str(mermaid)))
     return files
 
 
@@ -64,10 +68,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites links, fences and diagrams of one page."""
+    """Rewrites links and fences of one page."""
     here = page.file.src_uri
     source = next((path for path, uri in FROM_ROOT.items() if uri == here), f"docs/{here}")
-    markdown = DIAGRAM.sub(lambda match: as_svg(match.group(1)), markdown)
     markdown = FENCE.sub(r"```\1\3", markdown)
     parts = FENCED.split(markdown)  # a list or a fence needs no empty line before or behind it on GitHub
     parts[::2] = [LIST.sub(r"\1\n\n", part) for part in parts[::2]]
@@ -80,7 +83,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Fails if a browser would fetch something from elsewhere."""
+    """Lets a page with diagrams load mermaid, 3.5 MB; fails if a browser would fetch something from elsewhere."""
+    if '<pre class="mermaid">' in output:  # else the theme would fetch it from elsewhere
+        output = output.replace("</head>", f'<script src="{get_relative_url(MERMAID, page.url)}"></script></head>')
     loads = re.findall(r'<(?:script|img|iframe|source)[^>]* src="?(https?:[^" >]*)', output)
     loads += re.findall(r'<link[^>]* rel="?(?:stylesheet|preconnect|icon)"?[^>]* href="?(https?:[^" >]*)', output)
     if loads:
