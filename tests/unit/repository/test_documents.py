@@ -14,7 +14,10 @@ from paceline.cli.app import app
 from paceline.config import ENVIRONMENT
 from support.blocks import FLAGS, LANGUAGES, PAGES, ROOT, blocks
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(file for folder in ("bench", "deploy", "docs", "tests") for file in ROOT.glob(f"{folder}/**/*.md")),
+]
 DECISIONS = sorted(path.name for path in ROOT.glob("docs/decisions/[0-9]*.md"))
 OURS = re.compile(
     r"https://(?:github\.com/paceline/paceline/(?:blob|tree)|raw\.githubusercontent\.com/paceline/paceline)/main/"
@@ -65,6 +68,10 @@ def test_each_link_leads_to_an_existing_file_and_heading(document: Path) -> None
 
 def test_readme_links_are_absolute() -> None:
     assert all(link.startswith("https://") for link in links(ROOT / "README.md"))
+
+
+def test_readme_shows_the_page() -> None:
+    assert "/docs/images/page-1-training.png)" in (ROOT / "README.md").read_text()
 
 
 def test_readme_has_at_most_150_lines() -> None:
