@@ -36,6 +36,7 @@ test-%: .venv/.installed
 	$(PYTHON) tests/stages.py $*
 test-peers test-torch test-torch-exhaustive bench-peers: .venv-peers/.installed
 test-ray: .venv-ray/.installed
+test-browser: .venv/.docs
 test-newest test-newest-exhaustive: newest
 bench: .venv/.installed  ## by hand, where nothing else runs: measure times, and check the figures that must hold
 	$(BIN)/pytest -m "not needs(what='peers') and not needs(what='torch')" -s bench
