@@ -45,7 +45,7 @@ class CharacterModel(nn.Module):
 
 
 # torchrun gives a rank and where to meet; under `paceline run`, all that is the coordinator's to know.
-dist.init_process_group(asked.backend, init_method="env://" if "RANK" in os.environ else "paceline://")
+dist.init_process_group(asked.backend, init_method="paceline://" if "PACELINE_COORDINATOR" in os.environ else "env://")
 rank, world = dist.get_rank(), dist.get_world_size()
 
 text = "\n\n".join(topics[name] for name in sorted(topics))

@@ -69,7 +69,7 @@ def say_how_good():
 
 
 # torchrun gives a rank and where to meet; under `paceline run`, all that is the coordinator's to know.
-dist.init_process_group(asked.backend, init_method="env://" if "RANK" in os.environ else "paceline://")
+dist.init_process_group(asked.backend, init_method="paceline://" if "PACELINE_COORDINATOR" in os.environ else "env://")
 rank, world = dist.get_rank(), dist.get_world_size()
 
 found = get_model_path()

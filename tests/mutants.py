@@ -1169,10 +1169,10 @@ MUTANTS = (
     ),
     Mutant(
         "a replica that starts again meets where the old one did",
-        "client/paceline/cli/launcher/replica_worlds.py",
+        "client/paceline/cli/launcher/torch_worlds.py",
         "if not position:",
         "if not position and replica not in self._held:",
-        ("unit/cli/test_replica_worlds.py",),
+        ("unit/cli/test_torch_worlds.py",),
     ),
 )
 

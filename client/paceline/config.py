@@ -70,6 +70,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_TOKEN_FILE": "file whose first token is used; the file is read again at most once a second",
     "PACELINE_LOCAL_RANK": "set by `paceline run`: the worker's number among those of its launcher, from 0, for "
     "example to choose its GPU",
+    "PACELINE_LAUNCH": "set by `paceline run`: the id of this run and how many workers it has started; the first view "
+    "waits for them",
+    "PACELINE_TORCH_WORLD": "set by `paceline run` to 1 if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
+    "and MASTER_PORT describe its workers, for scripts that use torch.distributed by itself",
     "PACELINE_LAUNCHER_FD": "set by `paceline run`: a pipe on which workers report their views to it",
     "PACELINE_FLIGHT_DIR": "folder for the last operations, written on SIGUSR2 and when a generation fails (default: "
     "paceline-UID/flight in the temporary directory); 'off' for none",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from paceline_protocol._launches import Launch
 from paceline_protocol._refusals import Refused
 from paceline_protocol._values import (
     Counters,
@@ -46,6 +47,8 @@ class Registered:
     """Id of its replica, empty if it is one alone."""
     position: int = 0
     """Its position in the replica."""
+    launch: Launch | None = None
+    """The launcher that started it beside others; None if it was started alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class ExitReported:
     """Exit code, or the negated number of the signal that killed it."""
     found_gone: bool = False
     """True if no process saw it end, but another one on its host found that it no longer exists."""
+    launch_id: str = ""
+    """Id of its launch; empty if its launcher does not say."""
 
     @property
     def how(self) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from paceline_protocol._launches import Launch, Launches
 from paceline_protocol._replicas import told, whole
 from paceline_protocol._values import Ending, JobSettings, Meet, Process, Progress, Seat, Tag, Verdict, View
 from paceline_protocol._versions import Versions
@@ -83,6 +84,8 @@ class Session:
     """The seat that it was promised in a meeting: for which state, among how many members, at which rank."""
     draining: str = ""
     """Why it was told to leave, empty if it was not."""
+    launch: Launch | None = None
+    """The launcher that started it beside others; None if it was started alone."""
     came_back: bool = False
     """True if it was a member of the last view, or the one before: it may bring some of the state."""
 
@@ -212,6 +215,8 @@ class JobState:
     """Why the last view is void, None if it is not; kept until the next one has formed."""
     endings: dict[int, Ending] = field(default_factory=dict)
     """Members of `view` that have gone, by rank. When all have, there is no view."""
+    launches: Launches = field(default_factory=Launches)
+    """Until when the first view waits for workers that launchers have started."""
     astray: dict[tuple[str, int], Seat] = field(default_factory=dict)
     """Ranks of replicas that are only silent while their mates are here, by replica and position."""
     forming: View | None = None

@@ -403,6 +403,9 @@ class Lineage:
             lost = what_is_lost(self._state.reached, meeting.base) if begins else self._state.view.lost
             view = replace(view, base=meeting.base, newcomers=meeting.newcomers, manifest=meeting.manifest, lost=lost)
         self._state.forming = view
+        for session in members:
+            if session.launch is not None:
+                self._state.launches.over(session.launch.id)
         self._departures.gone_meanwhile.clear()
         return [StoreView(view)]
 

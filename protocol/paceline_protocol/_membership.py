@@ -159,10 +159,13 @@ class Membership:
             versions=event.versions,
             replica=event.replica,
             position=event.position,
+            launch=event.launch,
             came_back=bool(seat_freed),
         )
         self.state.sessions[session.member_id] = session
         self.state.last_arrival = now
+        if event.launch is not None:
+            self.state.launches.joined(now, event.launch)
         self._leases.began(session)
         effects.append(Welcome(session.member_id, session.settings.heartbeat_interval))
         if self.state.finished is not None:
@@ -243,6 +246,8 @@ class Membership:
             if known is not None and not known.sure:
                 effects += self._departures.mark(seat.rank, ending)  # it was only silent until now
         self._departures.find_astray(event.process, ending)
+        if event.launch_id:
+            self.state.launches.over(event.launch_id)
         return effects + self._lineage.reconsider(now)
 
     def _seats_of(self, process: Process) -> list[Seat]:

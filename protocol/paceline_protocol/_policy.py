@@ -182,6 +182,10 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         chosen = sorted(replicas, key=lambda ranks: min(map(_brings, ranks)), reverse=True)[:most]
         return Decision(_in_order(chosen), f"{_there(settings, most)}, the maximum")
     there = _there(settings, count)
+    if (rest := state.launches.awaited(now, state.candidates())) is not None:
+        have = "has" if rest.count == 1 else "have"
+        text = f"{there} (at least {least}); {rest.count} more of the launcher on {rest.host} {have} not joined yet"
+        return Decision(None, text, rest.until)
     settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:
         return Decision(_in_order(replicas), f"{there} and no more joined for {settle_time:g} s")

@@ -39,6 +39,7 @@ from paceline_protocol._events import (
     Welcome,
 )
 from paceline_protocol._job_state import JobState, Session, Standing, restore
+from paceline_protocol._launches import Launch, Launches
 from paceline_protocol._membership import Membership
 from paceline_protocol._policy import Decision, spares
 from paceline_protocol._refusals import (
@@ -76,6 +77,8 @@ __all__ = [
     "InvalidRank",
     "InvalidWorldSize",
     "JobState",
+    "Launch",
+    "Launches",
     "LeftJob",
     "Membership",
     "MetOthers",

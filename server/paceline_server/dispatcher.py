@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from paceline_protocol import Process, View
+from paceline_protocol import View
 from paceline_protocol.coordinator import (
     Abandonment,
     AddressRefused,
@@ -31,6 +31,7 @@ from paceline_protocol.coordinator import (
     ForgetView,
     Heard,
     JobState,
+    Launches,
     Membership,
     Registered,
     RestartAsked,
@@ -131,6 +132,7 @@ class Dispatcher:
         self._streams: dict[str, SessionStream] = {}
         self._tokens: dict[str, bytes] = {}
         self._next_stream = 0
+        self._launches = Launches()
         self._places = SessionPlaces(settings)  # of the sessions of all jobs but those that have failed
         self.vitals = Vitals()
         self.vitals.memory["store"] = self._stores
@@ -290,6 +292,7 @@ class Dispatcher:
             former_token_sha256=wire.token_hash(message.former_session_token),
             replica=wire.read_replica(message),
             position=message.position,
+            launch=wire.read_launch(message),
         )
         job = self.find(name)
         sessions = job.membership.state.sessions if job is not None else {}
@@ -340,13 +343,15 @@ class Dispatcher:
                 gone = functools.partial(self._apply_alone, job, AddressRefused(stream.member_id))
                 self._address_probes.watch(session, job.membership.state.sessions, gone)
 
-    def report_exit(self, name: str, process: Process, exit_code: int, found_gone: bool = False) -> bool:
+    def report_exit(self, name: str, event: ExitReported) -> bool:
         """Handles a launcher's report that a process ended. Returns whether the process is a live member of the job."""
         job = self.find(name)
         if job is None:
+            if event.launch_id:
+                self._launches.over(event.launch_id)
             return False
-        known = bool(job.membership.find(process))
-        self.apply(job, ExitReported(process, exit_code, found_gone))  # also of a member that was only silent so far
+        known = bool(job.membership.find(event.process))
+        self.apply(job, event)  # also of a member that was only silent so far
         return known
 
     def authenticate(self, name: str, member_id: str, token: bytes) -> Job:
@@ -550,6 +555,7 @@ class Dispatcher:
 
     def _make_job(self, state: JobState, values: KeyValues, door_secret: bytes = b"") -> Job:
         abandonment = Abandonment(self.settings.restart_after)
+        state.launches = self._launches
         secret = door_secret or secrets.token_bytes(_DOOR_SECRET_BYTES)
         job = Job(Membership(state, self.settings), Storeroom(values), abandonment, secret)
         if state.finished is not None:  # it was said when the job ended; each late word of a worker brings the job back

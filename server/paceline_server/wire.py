@@ -20,6 +20,7 @@ from paceline_protocol import (
     Report,
     Versions,
 )
+from paceline_protocol.coordinator import Launch
 from paceline_protocol.translation import check_number
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
@@ -39,7 +40,7 @@ _TUNING = re.compile(r"([0-9a-f]{16})?")
 
 _MOST_RANKS = 1 << 16
 
-_REPLICA = re.compile(r"[!-~]{0,64}")
+_ID = re.compile(r"[!-~]{0,64}")
 
 _LONGEST_DOING = 64
 
@@ -144,9 +145,26 @@ def read_settings(message: pb.JobSettings, settings: ServerSettings) -> JobSetti
 
 def read_replica(message: pb.Register) -> str:
     """Reads the id of a worker's replica, empty if it is one alone."""
-    if not _REPLICA.fullmatch(message.replica_id):
+    if not _ID.fullmatch(message.replica_id):
         raise BadRequest("the id of a replica has at most 64 characters of ASCII, without spaces")
     return message.replica_id
+
+
+def read_launch(message: pb.Register) -> Launch | None:
+    """Reads which launcher started a worker beside others."""
+    if not message.HasField("launch"):
+        return None
+    read_launch_id(message.launch.id)
+    if not message.launch.id or not 1 <= message.launch.workers <= _MOST_RANKS:
+        raise BadRequest(f"a launch has an id, and 1 to {_MOST_RANKS} workers, not {message.launch.workers}")
+    return Launch(message.launch.id, message.launch.workers)
+
+
+def read_launch_id(text: str) -> str:
+    """Reads the id of a launch, which may be empty."""
+    if not _ID.fullmatch(text):
+        raise BadRequest("the id of a launch has at most 64 characters of ASCII, without spaces")
+    return text
 
 
 def read_progress(now: float, message: pb.Heartbeat) -> Progress:

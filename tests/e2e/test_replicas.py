@@ -22,7 +22,7 @@ from paceline._session.launcher_pipe import LAUNCHER_FD
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.worker import NEWS, Worker
-from paceline.launch._environment import replica_world
+from paceline.launch._environment import torch_world
 from support.command import Command, command, wait_until_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher ties processes with prctl")
@@ -215,7 +215,7 @@ def test_a_rank_that_hears_of_a_lost_mate_does_not_count_as_the_one_that_failed(
         tell_launcher("view", {"pid": os.getpid(), "rank": 1, "world_size": 2, "generation": 1})
         raise getattr(errors, sys.argv[2])("rank 2 (h, pid 5) was killed by SIGKILL", ranks=(1,))
     """
-    environment = dict(os.environ) | replica_world(7, 4, 3)
+    environment = dict(os.environ) | torch_world(7, 4, 3)
     arguments = [*write(folder, code), error]
     worker = Worker(7, arguments, lambda fd: environment | {LAUNCHER_FD: str(fd)}, replica_size=4)
     try:

@@ -170,3 +170,33 @@ def _json(*arguments: str) -> dict[str, list[dict[str, Any]]]:
         assert run.wait() == 0, str(run)
     found: dict[str, list[dict[str, Any]]] = json.loads(run.stdout.splitlines()[-1])
     return found
+
+
+LATE = """
+import os, sys, time
+import paceline
+
+first = os.environ["PACELINE_LOCAL_RANK"] == "0"
+if len(sys.argv) > 1 and not first:
+    sys.exit("no such GPU")
+time.sleep(1.0 if first == (len(sys.argv) > 1) else 0.0)  # as if one imported for longer
+with paceline.join() as session:
+    print("rank", session.rank, "of", session.size)
+"""
+
+
+def test_an_elastic_job_begins_with_all_workers_that_were_started(tmp_path: Path) -> None:
+    """One joins a second later than the other, which is five times the settle time."""
+    (tmp_path / "late.py").write_text(LATE)
+    with command("run", "-n", "2", "--min", "1", "--max", "4", str(tmp_path / "late.py")) as run:
+        assert run.wait() == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["[0] rank 0 of 2", "[1] rank 1 of 2"]
+
+
+def test_an_elastic_job_begins_without_a_worker_that_ended_before_any_joined(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    began = time.monotonic()
+    with command("run", "-n", "2", "--min", "1", str(tmp_path / "late.py"), "broken") as run:
+        assert run.wait() == 0, run.stderr
+    assert time.monotonic() - began < 30.0, "it waited for a worker that was known to be gone"
+    assert sorted(run.stdout.splitlines()) == ["[0] rank 0 of 1"]

@@ -1,4 +1,4 @@
-"""`paceline run --replica-size` gives the ranks of each replica a world of torch.distributed, at each start."""
+"""`paceline run` gives the ranks of each replica, or workers of a fixed number, a world of torch.distributed."""
 
 from __future__ import annotations
 
@@ -53,3 +53,31 @@ def test_a_replica_restarts_with_a_new_master_port_after_a_rank_was_killed(tmp_p
         r"paceline: restarting replica #0 \(rank 1, pid \d+ was killed by SIGKILL\) as a whole in 0.1 s, 1 of 1", said
     )
     wait_until_gone([int(pid) for pid, _ in found])
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""])
+def test_a_script_for_torchrun_runs_under_paceline_run(tmp_path: Path, backend: str, end: str) -> None:
+    """It has not joined Paceline's job, and nothing is wrong with that."""
+    code = f"""
+import torch, torch.distributed as dist
+import paceline.torch
+dist.init_process_group("{backend}")
+t = torch.ones(1)
+dist.all_reduce(t)
+print("sum", int(t), flush=True)
+{end}
+"""
+    (tmp_path / "ddp.py").write_text(code)
+    with command("run", "-n", "2", str(tmp_path / "ddp.py")) as run:
+        assert run.wait(60.0) == 0, str(run)
+    assert re.findall(r"sum (\d+)", run.stdout) == ["2", "2"]
+    assert "ran the whole script" not in run.stderr
+
+
+def test_a_script_that_imports_torch_and_looks_for_nobody_is_said_to_run_alone(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text("import torch")
+    with command("run", "-n", "2", str(tmp_path / "alone.py")) as run:
+        assert run.wait(60.0) == 0, str(run)
+    assert "each of the 2 ran the whole script by itself" in run.stderr

@@ -66,6 +66,13 @@ class Checks:
 
     # The coordinator --------------------------------------------------------------------------------------------------
 
+    def first(self, view: View) -> None:
+        """The first view of all: it has all that one launcher has started, unless one of them has ended."""
+        started = self._world.first()
+        wanted = self._world.most * self._world.shape.replica_size
+        if self._world.shape.launched and len(view.seats) < wanted and all(each.alive for each in started):
+            raise Broken(f"the first view has {len(view.seats)} of {wanted} workers that one launcher started")
+
     def forming(self, state: JobState, view: View) -> None:
         """A view is given to the disk."""
         brought = [state.sessions[seat.member_id].met for seat in view.seats]

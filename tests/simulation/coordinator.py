@@ -228,6 +228,8 @@ class SimulatedDispatcher(Dispatcher):
             case Welcome(member_id):
                 world.registered(member_id, state.sessions[member_id].process)
             case StoreView(view):
+                if view.generation == 1:
+                    world.checks.first(view)
                 if owner.rules:
                     world.checks.forming(state, view)
                 world.note(owner.name, f"stores {_words(view)}")

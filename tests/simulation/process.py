@@ -38,7 +38,7 @@ from pacelinepb.v1 import session_pb2 as pb
 if TYPE_CHECKING:
     from simulation.world import World
 
-__all__ = ["Process", "RaisedByUser", "Spot"]
+__all__ = ["LAUNCH_ID", "Process", "RaisedByUser", "Spot"]
 
 
 class RaisedByUser(Exception):
@@ -115,6 +115,10 @@ class Connection(MemberConnection):
     def _tell_first_commit(self) -> None:
         """Tells nothing, for it says what a heartbeat will say soon, to those who watch and not to the protocol. Its
         message would have all seeds tell other stories."""
+
+
+LAUNCH_ID = "launch"
+"""Of the launcher that starts the first members (`Shape.launched`)."""
 
 
 class Spot(NamedTuple):
@@ -359,6 +363,8 @@ class Process:
         world = self.world
         wanted = _Request("job", world.settings.min_workers, world.settings.max_workers, self.rank)
         wanted.newest = self.newest
+        if world.shape.launched and self in world.first():
+            wanted.launch = pb.Launch(id=LAUNCH_ID, workers=world.most * world.shape.replica_size)
         mates: Alone = ALONE
         if self.is_rank:
             current().park(world.delay(0.0, 0.3))

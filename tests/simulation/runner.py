@@ -17,6 +17,7 @@ from simulation.standins import installed
 from simulation.world import Shape, World
 
 from paceline_protocol import Tag
+from paceline_protocol._launches import LONGEST_S
 from paceline_protocol.coordinator import RestartAsked
 
 __all__ = ["Outcome", "replay", "run"]
@@ -107,7 +108,7 @@ def _to_its_end(world: World) -> Outcome:
             raise Broken("liveness: it goes round in circles")
         now = world.clock.now
         quiet_from = max(world.restless_until, looked_at)
-        give_up_at = quiet_from + _PATIENCE
+        give_up_at = quiet_from + _PATIENCE + (LONGEST_S if world.shape.launched else 0.0)
         if now <= quiet_from + _LOOK:
             continue
         reason = world.coordinator.reason

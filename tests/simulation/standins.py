@@ -45,7 +45,7 @@ from paceline._group import group_core
 from paceline._links import fault
 from paceline._session import control, first_view, generations, identity, inbox, joining, line_client, member, view
 from paceline_protocol import Process as Identity
-from paceline_protocol.coordinator import Session
+from paceline_protocol.coordinator import ExitReported, Session
 from paceline_protocol.messages import MemberList
 from paceline_server import dispatcher, failover, timers
 from paceline_server.errors import Refused
@@ -179,7 +179,7 @@ class _Calls:
         await self._reach(_process(), coordinator, wait=True)
         told = request.process
         gone = Identity(told.host, told.pid, told.boot_id, told.start_ticks, told.pid_namespace, told.node)
-        coordinator.call("report_exit", request.job, gone, request.exit_code, request.found_gone)
+        coordinator.call("report_exit", request.job, ExitReported(gone, request.exit_code, request.found_gone))
 
     async def _reach(self, process: Process, coordinator: Coordinator, *, wait: bool = False) -> None:
         """Returns when the coordinator is there; waits if it is cut off, or if asked to."""

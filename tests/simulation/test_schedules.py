@@ -92,6 +92,8 @@ SHAPES = {
     "copies-zombies": (replace(SEEN, node_size=0, redundancy=2, zombies=True), 60),
     "balanced": (BALANCED, 100),
     "balanced-twice": (replace(BALANCED, twice=True), 50),
+    "launched": (replace(SMALL, launched=True), 100),
+    "launched-replicas": (replace(REPLICAS, launched=True), 60),
 }
 
 

@@ -29,12 +29,13 @@ from simulation.loop import Loop
 from simulation.network import Network
 from simulation.peers import Peers
 from simulation.proc import Proc
-from simulation.process import Process, Spot, settings_of
+from simulation.process import LAUNCH_ID, Process, Spot, settings_of
 from simulation.replicas import Replica
 from simulation.state import is_all
 
 from paceline_protocol import JobSettings, Tag
 from paceline_protocol import Process as Identity
+from paceline_protocol.coordinator import ExitReported
 
 __all__ = ["Shape", "World"]
 
@@ -73,6 +74,7 @@ class Shape:
         step_timeout: of all members, in seconds. A long one shows who waits for it without need.
         coordinators: how many share a state in etcd; 1: the one has it for itself, on a disk.
         replica_size: so many processes are one member, which share a copy of the state; they start and end together.
+        launched: one launcher starts the first members, slowly, and sees all that are killed.
         unfenced: a leader that cannot store anything never gives up by itself: nothing may rest on its clock.
     """
 
@@ -81,6 +83,7 @@ class Shape:
     faults: tuple[int, int] = (1, 5)
     microbatches: bool = False
     balanced: bool = False
+    launched: bool = False
     loses_disk: bool = False
     node_size: int = 1
     redundancy: int = 1
@@ -184,7 +187,7 @@ class World:
         for coordinator in self.coordinators:
             coordinator.start()
         for _ in range(self.most):
-            self.clock.after(self.delay(0.0, 0.2), self.spawn)
+            self.clock.after(self.delay(0.0, 4.0 if self.shape.launched else 0.2), self.spawn)
 
     def end(self) -> None:
         """Takes down what still runs."""
@@ -272,6 +275,10 @@ class World:
         self.members.append(process)
         self.by_identity[process.process] = process
 
+    def first(self) -> list[Process]:
+        """The processes that were started at the beginning, as far as they have been."""
+        return self.members[: self.most * self.shape.replica_size]
+
     def _spot(self, name: str, number: int) -> Spot:
         """Where a new process runs: on a host of its own, or in one of the containers of a few hosts."""
         hosts, containers, pid = self.shape.hosts, self.shape.containers, 1000 + number
@@ -311,7 +318,7 @@ class World:
             process.reaped = False
             self.clock.after(self.delay(0.0, 16.0) if self._chance() < 0.7 else 1e6, self._reap, process)
         self.gone(process)
-        if seen:
+        if seen or self.shape.launched:
             self.clock.after(self.delay(0.001, 0.05), self._report_exit, process)
 
     def _reap(self, process: Process) -> None:
@@ -320,7 +327,8 @@ class World:
 
     def _report_exit(self, process: Process) -> None:
         if self.coordinator.up and self.network.reaches(process.name, self.coordinator.name):
-            self.coordinator.call("report_exit", "job", process.process, -9)
+            launch_id = LAUNCH_ID if self.shape.launched else ""
+            self.coordinator.call("report_exit", "job", ExitReported(process.process, -9, launch_id=launch_id))
         else:
             self.clock.after(0.5, self._report_exit, process)
 

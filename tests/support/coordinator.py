@@ -24,6 +24,7 @@ from paceline_protocol.coordinator import (
     FinishStored,
     Heard,
     JobState,
+    Launch,
     LeftJob,
     Membership,
     Registered,
@@ -336,6 +337,7 @@ class PureJob:
         replica: str = "",
         position: int = 0,
         size: int = 1,
+        launch: Launch | None = None,
     ) -> str:
         """A worker registers; returns its member id. `effects` has what followed.
 
@@ -357,6 +359,7 @@ class PureJob:
             former_token_sha256=former_token or b"token-" + former[1:].encode(),
             replica=replica,
             position=position,
+            launch=launch,
         )
         self.do(event)
         return event.member_id

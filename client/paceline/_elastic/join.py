@@ -18,7 +18,7 @@ from paceline._collectives.choose import RULES, Rules, load_rules
 from paceline._elastic.mates import ALONE, Alone, Mates
 from paceline._elastic.session import CoordinatedSession, Session, SoloSession
 from paceline._elastic.torchrun_world import join_torchruns_world
-from paceline._session.identity import JoinRequest
+from paceline._session.identity import JoinRequest, launch_of
 from paceline._session.joining import Joining
 from paceline._session.member import MemberConnection
 from paceline.config import Config, checked_timeout
@@ -133,6 +133,7 @@ def join(
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
     wanted.mates = mates = mates_of(replica)
+    wanted.launch = launch_of(environ)
     joining = connect(
         CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT),
         wanted,

@@ -355,6 +355,8 @@ class ControlStream:
 
     def _register_again(self) -> pb.SessionRequest:
         self._register.generation_floor = max(self._register.generation_floor, self.generation)
+        if self.generation:
+            self._register.ClearField("launch")  # the others have been waited for, and some may have ended since
         request = pb.SessionRequest(register=self._register)
         assert self.registered is not None
         request.register.former_member_id = self.registered.member_id

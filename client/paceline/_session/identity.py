@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from paceline._base.launcher_variables import LAUNCH
 from paceline._base.rpc import duration
 from paceline._collectives.choose import RULES, Rules, rules_digest
 from paceline.errors import PacelineError
@@ -141,10 +142,18 @@ class Replica(Protocol):
         """Ends this process soon; from any thread."""
 
 
+def launch_of(environ: Mapping[str, str]) -> pb.Launch | None:
+    """Returns the launch that a worker belongs to; None if no launcher started it beside others."""
+    name, _, workers = environ.get(LAUNCH, "").partition(":")
+    return pb.Launch(id=name, workers=int(workers)) if workers.isdecimal() else None
+
+
 class JoinRequest:
     """A worker's request to its job: the bounds of the world, or an explicit rank; and its place in its replica."""
 
     mates: Replica | None = None
+    launch: pb.Launch | None = None
+    """Its launcher's run, whose other workers the first view waits for; None if it was started alone."""
 
     def __init__(self, job: str, min_workers: int, max_workers: int, rank: int | None, rules: Rules = RULES) -> None:
         self.job = job
@@ -172,4 +181,5 @@ class JoinRequest:
             rank=self.rank,
             replica_id="" if mates is None else mates.id,
             position=0 if mates is None else mates.position,
+            launch=self.launch,
         )

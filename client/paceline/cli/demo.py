@@ -30,10 +30,6 @@ GOOD_ACCURACY = 0.95
 _RESTARTS = 1
 """Most restarts of each worker: the demo kills one, and the user may kill another."""
 
-_SETTLE_S = 10.0
-"""Seconds to wait after the last join for workers that start slowly. A job may begin with fewer workers than its
-maximum; the demo should not."""
-
 _MICROBATCHES = 8
 """Least number of microbatches of a step with `--same-bits`."""
 
@@ -58,7 +54,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
     # With a power of two most worlds send one array each.
     microbatches = max(_MICROBATCHES, 1 << (workers - 1).bit_length()) if same_bits else 0
     with ExitStack() as serving:
-        served = serving.enter_context(own_coordinator(settle_time=_SETTLE_S, http="127.0.0.1:0" if http else None))
+        served = serving.enter_context(own_coordinator(http="127.0.0.1:0" if http else None))
         say_where_the_page_is(served)
         say(f"{workers} worker{'s start: they load' if workers > 1 else ' starts: it loads'} NumPy and the digits")
         shown = Console(out=sys.stderr if as_json else sys.stdout)  # JSON has standard output to itself
@@ -86,7 +82,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
 
 def _train(served: Served, workers: int, kill_at_step: int, microbatches: int, console: Console) -> tuple[Ledger, int]:
     """Runs the workers; returns what they have noted, and the exit code."""
-    settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token)
+    settings = WorkerSettings(served.address, "demo", max(1, workers - 1), workers, token=served.token, at_once=workers)
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as notes, closing(console):
         options = {"workers": workers, "kill-at-step": kill_at_step, "microbatches": microbatches, "notes": notes}
         command = ["-m", "paceline.demo.train", *(f"--{name}={value}" for name, value in options.items())]

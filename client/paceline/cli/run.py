@@ -103,7 +103,7 @@ def run_workers(
         _console(log_dir, job, redirects, tee, workers) as console,
     ):
         say_where_the_page_is(served)
-        settings = WorkerSettings(served.address, job, low, high, advertise, token=served.token)
+        settings = WorkerSettings(served.address, job, low, high, advertise, served.token, at_once=workers)
         return launch(
             command,
             workers,
@@ -165,7 +165,7 @@ def launch(
         drained_code=drained_code,
     )
     remove_leftovers()
-    with ExitReports(settings.coordinator, settings.job, worker_credentials(settings.token)) as reports:
+    with ExitReports(settings, worker_credentials(settings.token)) as reports:
         launcher = Launcher(
             command,
             terms,

@@ -9,7 +9,9 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 
+from paceline._base.launcher_variables import LAUNCH, TORCH_WORLD, TORCH_WORLD_NAMES
 from paceline._session.launcher_pipe import LAUNCHER_FD
 from paceline.engines._variables import variables_of
 
@@ -52,6 +54,10 @@ class WorkerSettings:
         max_workers: no view has more workers, or replicas.
         advertise: host at which peers reach the workers, each at its own port; None if they find it themselves.
         token: the token that this launcher made for them; None for the one in its environment, if any.
+        at_once: how many workers the launcher starts at its beginning. The first view waits for them, up to a minute
+            after the first has come, until the launcher reports that one has ended. Leave it out, unless it reports
+            that, as `paceline run` does.
+        launch_id: names this run of the launcher.
     """
 
     coordinator: str
@@ -60,6 +66,8 @@ class WorkerSettings:
     max_workers: int
     advertise: str | None = None
     token: str | None = field(default=None, repr=False)
+    at_once: int = 1
+    launch_id: str = field(default_factory=lambda: token_hex(10))
 
 
 def worker_bounds(
@@ -114,7 +122,10 @@ def worker_environment(
             Leave it out, unless your scheduler removes the folder of each process that was killed.
     """
     # An explicit rank in the launcher's environment would be the same in every worker.
-    environment = {name: value for name, value in base.items() if name not in (*_RANKS, *_BOUNDS, LAUNCHER_FD)}
+    outer = {*_RANKS, *_BOUNDS, LAUNCH, LAUNCHER_FD, TORCH_WORLD}
+    if TORCH_WORLD in base:  # else these are the user's
+        outer.update(TORCH_WORLD_NAMES)
+    environment = {name: value for name, value in base.items() if name not in outer}
     environment |= {
         "PACELINE_COORDINATOR": settings.coordinator,
         "PACELINE_JOB": settings.job,
@@ -124,6 +135,8 @@ def worker_environment(
         environment[LAUNCHER_FD] = str(launcher_fd)
     own = (str(settings.min_workers), str(settings.max_workers))
     environment |= dict(zip(_BOUNDS, own, strict=True))
+    if settings.at_once > 1:
+        environment[LAUNCH] = f"{settings.launch_id}:{settings.at_once}"
     if settings.token is not None:  # never in an argument, which all users of the machine can read
         environment["PACELINE_TOKEN"] = settings.token
     if settings.advertise is not None:
@@ -150,22 +163,16 @@ def without_torchruns(base: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
 
 
-def replica_world(index: int, size: int, port: int) -> dict[str, str]:
-    """Returns what `torch.distributed.init_process_group()` finds in a worker whose world is its replica.
+def torch_world(index: int, size: int, port: int) -> dict[str, str]:
+    """Returns what `torch.distributed.init_process_group()` finds in a worker: the world of its replica, or of all.
 
     LOCAL_RANK goes on from replica to replica, as torch and scripts choose a GPU by it, and LOCAL_WORLD_SIZE is such
     that WORLD_SIZE / LOCAL_WORLD_SIZE is the number of hosts.
 
     Args:
         index: number of the worker among those of its launcher, from 0; replicas follow each other.
-        size: ranks of a replica.
-        port: where the replica's rank 0 will listen, on this host.
+        size: ranks of the world.
+        port: where its rank 0 will listen, on this host.
     """
-    return {
-        "RANK": str(index % size),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(index),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    values = (str(index % size), str(size), str(index), str(size), "127.0.0.1", str(port))
+    return dict(zip(TORCH_WORLD_NAMES, values, strict=True))

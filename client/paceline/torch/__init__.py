@@ -45,6 +45,7 @@ __all__ = [
     "Replicated",
     "Store",
     "index_shards",
+    "leave_launchers_world",
     "replicate",
 ]
 
@@ -61,6 +62,7 @@ _HOME = {
     "Replicated": "paceline.torch._replicate",
     "Store": "paceline.torch.backend",
     "index_shards": "paceline.torch._index_shards",
+    "leave_launchers_world": "paceline.torch._launchers_world",
     "replicate": "paceline.torch._replicate",
 }
 

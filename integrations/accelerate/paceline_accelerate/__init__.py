@@ -19,6 +19,9 @@ The accelerator stays in use: bf16, accumulation, clipping, schedulers, trackers
 
 from __future__ import annotations
 
+from paceline.torch import leave_launchers_world
 from paceline_accelerate._steps import Steps
 
 __all__ = ["Steps"]
+
+leave_launchers_world()

@@ -129,9 +129,8 @@ class Steps:
         """Raises UnsupportedOp for what this integration cannot do."""
         accelerator = self._accelerator
         reasons = {
-            f"accelerate's {accelerator.distributed_type.value}: start the script with `paceline run`": (
-                accelerator.distributed_type != DistributedType.NO
-            ),
+            f"accelerate's {accelerator.distributed_type.value}: start the script with `paceline run`, and import "
+            "paceline_accelerate before you make the Accelerator": (accelerator.distributed_type != DistributedType.NO),
             "a prepared loader that the main process reads for all (a stream, dispatch_batches): do not prepare it": (
                 any(isinstance(each, DataLoaderDispatcher) for each in accelerator._dataloaders)
             ),

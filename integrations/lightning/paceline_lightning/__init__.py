@@ -16,9 +16,12 @@ import os
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from paceline.torch import leave_launchers_world
 from paceline_lightning._strategy import PacelineStrategy
 
 __all__ = ["PacelineStrategy"]
+
+leave_launchers_world()
 
 if PacelineStrategy.strategy_name not in StrategyRegistry:
     StrategyRegistry.register(PacelineStrategy.strategy_name, PacelineStrategy, "Workers that may come and go")

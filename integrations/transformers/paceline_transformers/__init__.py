@@ -10,6 +10,9 @@ optimizer and the data loader, its loss, callbacks, logs, evaluation and checkpo
 
 from __future__ import annotations
 
+from paceline.torch import leave_launchers_world
 from paceline_transformers._trainer import ElasticTrainer
 
 __all__ = ["ElasticTrainer"]
+
+leave_launchers_world()

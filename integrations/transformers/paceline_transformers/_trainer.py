@@ -116,7 +116,8 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         args = self.args
         reasons = {
             "several GPUs in one process: give each worker its own (CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
-            "a process group of torch beside Paceline: start the script with `paceline run`": args.world_size > 1,
+            "a process group of torch beside Paceline: start the script with `paceline run`, and import "
+            "paceline_transformers before you make the arguments": args.world_size > 1,
             "DeepSpeed": self.is_deepspeed_enabled,
             "FSDP": self.is_fsdp_enabled,
             "auto_find_batch_size: workers would find other sizes": args.auto_find_batch_size,

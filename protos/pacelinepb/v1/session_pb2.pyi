@@ -220,6 +220,32 @@ class Member(_message.Message):
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
+class Launch(_message.Message):
+    """One run of a launcher that has started several workers of a job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Chosen by the launcher, unique for ever; 1 to 64 characters of ASCII, without spaces."""
+    workers: _builtins.int
+    """How many workers it started at its beginning, 1 to 65,536."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Launch: _TypeAlias = Launch  # noqa: Y015
+
+@_typing.final
 class Register(_message.Message):
     """A worker asks to become a member of a job."""
 
@@ -237,6 +263,7 @@ class Register(_message.Message):
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    LAUNCH_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, 1 to 128 bytes."""
     protocol_version: _builtins.int
@@ -275,6 +302,12 @@ class Register(_message.Message):
     def settings(self) -> Global___JobSettings:
         """The job's settings according to the worker."""
 
+    @_builtins.property
+    def launch(self) -> Global___Launch:
+        """Set if a launcher started the worker beside others. The first view waits up to a minute for those, until one of them
+        has ended (`ReportExitRequest.launch_id`). Workers of 0.1.0 leave it out, and its coordinator does not wait.
+        """
+
     def __init__(
         self,
         *,
@@ -290,10 +323,11 @@ class Register(_message.Message):
         newest_protocol_version: _builtins.int = ...,
         replica_id: _builtins.str = ...,
         position: _builtins.int = ...,
+        launch: Global___Launch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "launch", b"launch", "process", b"process", "rank", b"rank", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "newest_protocol_version", b"newest_protocol_version", "position", b"position", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "replica_id", b"replica_id", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "address", b"address", "former_member_id", b"former_member_id", "former_session_token", b"former_session_token", "generation_floor", b"generation_floor", "job", b"job", "launch", b"launch", "newest_protocol_version", b"newest_protocol_version", "position", b"position", "process", b"process", "protocol_version", b"protocol_version", "rank", b"rank", "replica_id", b"replica_id", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -1686,12 +1720,15 @@ class ReportExitRequest(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     FOUND_GONE_FIELD_NUMBER: _builtins.int
+    LAUNCH_ID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     exit_code: _builtins.int
     """Its exit code, or the negated number of the signal that killed it."""
     found_gone: _builtins.bool
     """True if no process saw it end, but one on its host found that it no longer exists; `exit_code` means nothing then."""
+    launch_id: _builtins.str
+    """Id of the process's launch, at most 64 bytes; empty if it has none, or the caller does not know it."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The process that ended."""
@@ -1703,10 +1740,11 @@ class ReportExitRequest(_message.Message):
         process: Global___ProcessIdentity | None = ...,
         exit_code: _builtins.int = ...,
         found_gone: _builtins.bool = ...,
+        launch_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "found_gone", b"found_gone", "job", b"job", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "found_gone", b"found_gone", "job", b"job", "launch_id", b"launch_id", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

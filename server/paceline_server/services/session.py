@@ -5,7 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from paceline_protocol.coordinator import BarrierEntered, FinishedLine, Heard, LeftJob, MetOthers, Reported
+from paceline_protocol.coordinator import (
+    BarrierEntered,
+    ExitReported,
+    FinishedLine,
+    Heard,
+    LeftJob,
+    MetOthers,
+    Reported,
+)
 from paceline_protocol.translation import check_number, read_meet
 from paceline_server import wire
 from paceline_server._grpc import EOF, aio, grpc
@@ -76,10 +84,13 @@ class SessionHandlers:
 
     async def report_exit(self, request: pb.ReportExitRequest, context: _Context) -> pb.ReportExitResponse:
         """Handles a launcher's report that a process has ended."""
-        process = wire.read_process(request.process, self._settings)
-        return pb.ReportExitResponse(
-            known=self._dispatcher.report_exit(request.job, process, request.exit_code, request.found_gone)
+        event = ExitReported(
+            wire.read_process(request.process, self._settings),
+            request.exit_code,
+            request.found_gone,
+            wire.read_launch_id(request.launch_id),
         )
+        return pb.ReportExitResponse(known=self._dispatcher.report_exit(request.job, event))
 
     async def answer_ask(self, request: pb.AnswerAskRequest, context: _Context) -> pb.AnswerAskResponse:
         """Passes a member's answer on to the operator who has asked."""

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline._base.launcher_variables import LAUNCH
+from paceline._session.identity import launch_of
 from paceline.launch._environment import (
     WorkerSettings,
-    replica_world,
+    torch_world,
     without_torchruns,
     worker_bounds,
     worker_environment,
 )
+from pacelinepb.v1 import session_pb2 as pb
 
 SETTINGS = WorkerSettings("host:7400", "digits", 2, 4)
 
@@ -135,8 +138,23 @@ def test_variables_of_torchrun_are_not_set() -> None:
     assert "LOCAL_RANK" not in environment, "libraries of torch would wait for a world of torchrun"
 
 
+def test_workers_know_their_launch_and_how_many_were_started_with_them() -> None:
+    told = worker_environment({LAUNCH: "outer:3"}, replace(SETTINGS, at_once=2, launch_id="inner"), 7)
+    assert told[LAUNCH] == "inner:2"
+    assert launch_of(told) == pb.Launch(id="inner", workers=2)
+    alone = worker_environment({LAUNCH: "outer:3"}, SETTINGS, 7)
+    assert launch_of(alone) is None, "the launcher around this one has not started this worker"
+
+
+def test_the_world_of_an_outer_launcher_is_not_passed_on() -> None:
+    outer = torch_world(1, 2, 29_500) | {"PACELINE_TORCH_WORLD": "1", "MINE": "x"}
+    assert not {*torch_world(1, 2, 29_500), "PACELINE_TORCH_WORLD"} & worker_environment(outer, SETTINGS, 7).keys()
+    del outer["PACELINE_TORCH_WORLD"]
+    assert worker_environment(outer, SETTINGS, 7)["RANK"] == "1", "it is the user's"
+
+
 def test_the_ranks_of_a_replica_find_its_world_and_a_device_each() -> None:
-    worlds = [replica_world(index, 2, 29_500) for index in range(4)]
+    worlds = [torch_world(index, 2, 29_500) for index in range(4)]
     assert [world["RANK"] for world in worlds] == ["0", "1", "0", "1"]
     assert [world["LOCAL_RANK"] for world in worlds] == ["0", "1", "2", "3"], "torch chooses the GPU by it"
     (rest,) = {(world["WORLD_SIZE"], world["LOCAL_WORLD_SIZE"], world["MASTER_PORT"]) for world in worlds}

@@ -7,7 +7,7 @@
     printed.py      PURE: what workers print as lines, and as states of progress bars
     notices.py      PURE: sentences that all workers say, once
     live_rows.py    PURE: the last rows of a terminal, which show those states
-    replica_worlds.py   the world of torch.distributed in each replica, with its port
+    torch_worlds.py the world of torch.distributed of each replica, or of all workers, with its port
     launcher.py     the shell: one loop over pipes, exits and signals
     console.py      prefixed lines on the terminal and in log files
     reports.py      reports exits to the coordinator

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from paceline._base.launcher_variables import TORCH_WORLD
 from paceline.cli.launcher.console import Console
 from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
-from paceline.cli.launcher.replica_worlds import ReplicaWorlds
 from paceline.cli.launcher.spares import SpareSchedule
+from paceline.cli.launcher.torch_worlds import TorchWorlds
 from paceline.cli.launcher.worker import NEWS, Start, Worker
 from paceline.launch._environment import (
     WorkerSettings,
@@ -58,7 +59,8 @@ class Launcher:
         spares: how many processes wait with their imports done, to replace failed workers. They need a script or a
             module, and no replicas.
         replica_size: so many workers in a row are the ranks of one replica, and find its world of torch.distributed in
-            their environment; None for workers that are members by themselves.
+            their environment; None for workers that are members by themselves. If there are no other workers and none
+            is restarted, these find a world of all of them: then scripts for torchrun run too.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class Launcher:
         self._work = work
         self._count = terms.workers * (replica_size or 1)
         self._replica_size = replica_size
-        self._worlds = None if replica_size is None else ReplicaWorlds(replica_size)
+        world_size = replica_size or (terms.workers if terms.alone and not terms.elastic else None)
+        self._worlds = None if world_size is None else TorchWorlds(world_size)
         self._cores = allowed_cores() if bind else set()
         self._settings = settings
         self._console = console
@@ -120,6 +123,11 @@ class Launcher:
                     self._turn()
             finally:
                 self._abandon()
+        if len(self.workers) > 1 and all(worker.alone for worker in self.workers):
+            self._console.say(
+                "no worker called paceline.join() or torch.distributed.init_process_group(): each of the "
+                f"{len(self.workers)} ran the whole script by itself"
+            )
         if self._supervision.summary:
             self._console.say(self._supervision.summary)
         return self._supervision.exit_code
@@ -165,6 +173,8 @@ class Launcher:
         base, world = dict(os.environ), dict[str, str]()
         if self._worlds is not None:
             base, world = without_torchruns(base), self._worlds.environment(index)
+            if self._replica_size is None:
+                world[TORCH_WORLD] = "1"
         worker = Worker(
             index,
             self._work,

@@ -11,6 +11,7 @@ from paceline._base.addresses import CoordinatorAddresses
 from paceline._base.rpc import CHANNEL_OPTIONS, aio, backoff, is_transient, leader_named_by
 from paceline._base.waits import loop_thread
 from paceline.credentials import Credentials
+from paceline.launch._environment import WorkerSettings
 from pacelinepb.v1.session_pb2 import ProcessIdentity, ReportExitRequest
 from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 
@@ -28,11 +29,11 @@ may be frozen, and the next one may have to take over."""
 class ExitReports:
     """Tells a coordinator of ended processes without making the launcher wait; a context manager."""
 
-    def __init__(self, coordinator: str, job: str, credentials: Credentials) -> None:
-        self._job = job
+    def __init__(self, settings: WorkerSettings, credentials: Credentials) -> None:
+        self._settings = settings
         self._credentials = credentials
         self._pending: set[Future[None]] = set()
-        self._addresses = CoordinatorAddresses.parse(coordinator)
+        self._addresses = CoordinatorAddresses.parse(settings.coordinator)
         self._channel = loop_thread().run(self._open())
 
     def __enter__(self) -> ExitReports:
@@ -44,7 +45,8 @@ class ExitReports:
 
     def report(self, process: ProcessIdentity, returncode: int) -> None:
         """Sends a report; returns at once."""
-        request = ReportExitRequest(job=self._job, process=process, exit_code=returncode)
+        launch = self._settings.launch_id
+        request = ReportExitRequest(job=self._settings.job, process=process, exit_code=returncode, launch_id=launch)
         future = loop_thread().start(self._send(request))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

@@ -11,6 +11,7 @@ It is started by its path and not as a module, so that the process is tied befor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -20,8 +21,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 """Source: prctl(2), linux/prctl.h."""
 
-_LOCAL_RANK = "PACELINE_LOCAL_RANK"
-"""As `environment.LOCAL_RANK`, which cannot be imported before the process is tied."""
+_LOCAL_RANK, _NEWS = "PACELINE_LOCAL_RANK", "PACELINE_LAUNCHER_FD"
+"""As `environment.LOCAL_RANK` and `LAUNCHER_FD`, which cannot be imported before the process is tied."""
 
 
 def main() -> None:
@@ -41,7 +42,13 @@ def main() -> None:
     _prepare(arguments)
     if go is not None:
         _wait_warm(go, launcher, arguments)
-    _run(arguments)
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if not end.code:
+            _say_if_alone()
+        raise
+    _say_if_alone()
 
 
 def _prepare(arguments: list[str]) -> None:
@@ -59,6 +66,16 @@ def _run(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _say_if_alone() -> None:
+    """Tells the launcher that the script did not use torch.distributed; whether it has joined a job, it knows."""
+    news = os.environ.get(_NEWS)
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    # torch keeps it when the group is destroyed. A release without it tells nothing, so nothing is said then.
+    if news is not None and (torch is None or getattr(torch, "_default_pg_init_method", "unknown") is None):
+        with contextlib.suppress(OSError):  # the script has closed it
+            os.write(int(news), b'{"kind": "alone"}\n')
 
 
 def _wait_warm(go: int, launcher: int, arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cli.launcher.replica_worlds import ReplicaWorlds
+from paceline.cli.launcher.torch_worlds import TorchWorlds
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems let nobody listen at a port that is held"
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def worlds() -> Iterator[ReplicaWorlds]:
-    with contextlib.closing(ReplicaWorlds(2)) as made:
+def worlds() -> Iterator[TorchWorlds]:
+    with contextlib.closing(TorchWorlds(2)) as made:
         yield made
 
 
-def port(worlds: ReplicaWorlds, index: int) -> int:
+def port(worlds: TorchWorlds, index: int) -> int:
     return int(worlds.environment(index)["MASTER_PORT"])
 
 
@@ -39,19 +39,19 @@ def bind(number: int, *, shares: bool) -> socket.socket:
     return bound
 
 
-def test_mates_have_one_port_and_each_replica_another(worlds: ReplicaWorlds) -> None:
+def test_mates_have_one_port_and_each_replica_another(worlds: TorchWorlds) -> None:
     ports = [port(worlds, index) for index in range(400)]
     assert ports[::2] == ports[1::2]
     assert len(set(ports)) == 200
 
 
-def test_a_replica_that_starts_again_has_another_port(worlds: ReplicaWorlds) -> None:
+def test_a_replica_that_starts_again_has_another_port(worlds: TorchWorlds) -> None:
     first = [port(worlds, index) for index in range(4)]
     again = [port(worlds, index) for index in (2, 3)]
     assert again[0] == again[1] not in first
 
 
-def test_rank_0_listens_at_the_reserved_port_and_no_other_process_gets_it(worlds: ReplicaWorlds) -> None:
+def test_rank_0_listens_at_the_reserved_port_and_no_other_process_gets_it(worlds: TorchWorlds) -> None:
     number = port(worlds, 0)
     with pytest.raises(OSError, match="in use") as refused:
         bind(number, shares=False)
@@ -66,7 +66,7 @@ def test_rank_0_listens_at_the_reserved_port_and_no_other_process_gets_it(worlds
             pass
 
 
-def test_ports_are_given_back_at_the_end(worlds: ReplicaWorlds) -> None:
+def test_ports_are_given_back_at_the_end(worlds: TorchWorlds) -> None:
     number = port(worlds, 0)
     worlds.close()
     bind(number, shares=False).close()

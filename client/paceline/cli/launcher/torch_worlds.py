@@ -1,15 +1,15 @@
-"""Gives each replica of a launcher the world in which its ranks find each other, with a port of its own."""
+"""Gives each replica of a launcher, or all of its workers, a world of torch.distributed with a port of its own."""
 
 from __future__ import annotations
 
 import socket
 import sys
 
-from paceline.launch._environment import replica_world
+from paceline.launch._environment import torch_world
 
 
-class ReplicaWorlds:
-    """The present world of each replica; a new one whenever the replica starts again.
+class TorchWorlds:
+    """The present world of each `size` workers in a row, such as a replica; a new one whenever they start again.
 
     A port is bound here, but not listened at, while its replica runs: nobody else gets it, whereas Linux lets the
     replica's rank 0 listen there, because both set SO_REUSEADDR, as torch's store does. Other systems do not, so there
@@ -36,7 +36,7 @@ class ReplicaWorlds:
             self._ports[replica] = self._held[replica].getsockname()[1]
             if sys.platform != "linux":
                 self._held[replica].close()
-        return replica_world(index, self._size, self._ports[replica])
+        return torch_world(index, self._size, self._ports[replica])
 
     def close(self) -> None:
         """Gives all ports back."""
