@@ -28,7 +28,7 @@ class Launch(NamedTuple):
 class Awaited(NamedTuple):
     """How many workers of a launcher have not come yet, the host of those that have, and until when to wait."""
 
-    count: int
+    missing: int
     host: str
     until: float
 

@@ -183,8 +183,8 @@ def _decide_free(now: float, state: JobState, candidates: list[Session], settle_
         return Decision(_in_order(chosen), f"{_there(settings, most)}, the maximum")
     there = _there(settings, count)
     if (rest := state.launches.awaited(now, state.candidates())) is not None:
-        have = "has" if rest.count == 1 else "have"
-        text = f"{there} (at least {least}); {rest.count} more of the launcher on {rest.host} {have} not joined yet"
+        have = "has" if rest.missing == 1 else "have"
+        text = f"{there} (at least {least}); {rest.missing} more of the launcher on {rest.host} {have} not joined yet"
         return Decision(None, text, rest.until)
     settled_at = _settled_at(state, candidates[0], settle_time)
     if now >= settled_at:

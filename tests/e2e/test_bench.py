@@ -1,4 +1,4 @@
-"""`paceline bench` and `paceline schedules` as processes: what they promise on the command line."""
+"""`paceline bench` and `paceline debug schedules` as processes: what they promise on the command line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_bench() -> None:
 
 
 def test_the_schedules_command_prints_json() -> None:
-    with command("schedules", "all-reduce", "-n", "4", "--size", "16MiB", "--rank", "3", "--json") as running:
+    with command("debug", "schedules", "all-reduce", "-n", "4", "--size", "16MiB", "--rank", "3", "--json") as running:
         assert running.wait(150.0) == 0, str(running)
     found = json.loads(running.stdout.splitlines()[-1])
     assert (found["collective"], found["world_size"], found["bytes"], found["rank"]) == ("all_reduce", 4, 16 << 20, 3)

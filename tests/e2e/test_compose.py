@@ -141,7 +141,7 @@ def test_four_workers_train_the_digits(image: str) -> None:
         told = subprocess.run([*stranger, "--coordinator", "127.0.0.1:7400"], capture_output=True, text=True)
         assert "it wants a token" in told.stderr
         worker = ["docker", "exec", "-e", f"PACELINE_TOKEN={TOKENS['WORKER_TOKEN']}", coordinator, "paceline"]
-        forget = [*worker, "forget", "digits", "--coordinator", "127.0.0.1:7400"]
+        forget = [*worker, "restart", "digits", "--forget", "--coordinator", "127.0.0.1:7400"]
         assert "the role 'worker'" in subprocess.run(forget, capture_output=True, text=True).stderr
         for container in (coordinator, *workers):
             _check_confinement(container)

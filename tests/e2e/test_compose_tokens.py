@@ -75,10 +75,10 @@ def test_a_workers_token_allows_only_to_join_its_own_job(tmp_path: Path) -> None
         where = ("--coordinator", address)
         with command("status", *where, PACELINE_TOKEN=worker) as status:
             assert status.wait() == 0, str(status)
-        with command("forget", "digits", *where, PACELINE_TOKEN=worker) as refused:
+        with command("restart", "digits", "--forget", *where, PACELINE_TOKEN=worker) as refused:
             assert refused.wait() == 1
             assert "the role 'worker', and this call needs 'operator'" in refused.stderr
-        with command("forget", "digits", *where, PACELINE_TOKEN=TOKENS["PACELINE_TOKEN"]) as operator:
+        with command("restart", "digits", "--forget", *where, PACELINE_TOKEN=TOKENS["PACELINE_TOKEN"]) as operator:
             assert operator.wait() == 1
             assert "there is no job 'digits'" in operator.stderr
 

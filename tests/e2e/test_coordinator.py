@@ -91,7 +91,9 @@ def test_status_at_an_unreachable_address_prints_the_time_tried() -> None:
         port = server.getsockname()[1]
     with command("status", "--coordinator", f"127.0.0.1:{port}", "--timeout", "0.5") as status:
         assert status.wait() == 1
-    assert re.match(rf"paceline: no coordinator answers at 127\.0\.0\.1:{port} \(tried for \d+\.\d s\)", status.stderr)
+    tried = r"\(tried for \d+\.\d s; .*[Cc]onnection refused\)"
+    advice = rf"run `paceline coordinator --listen 127.0.0.1:{port}` there"
+    assert re.match(rf"paceline: no coordinator answers at 127\.0\.0\.1:{port} {tried}: {advice}", status.stderr)
     assert status.stderr.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""`paceline drain`, `restart`, `forget` and `status` against a coordinator with members on raw stubs."""
+"""`paceline drain`, `restart` and `status` against a coordinator with members on raw stubs."""
 
 from __future__ import annotations
 
@@ -91,13 +91,16 @@ def test_forget_is_refused_until_all_workers_have_left() -> None:
     async def main() -> None:
         async with two_members() as (address, _, sessions):
             where = ("--coordinator", address)
-            ended = await paceline("forget", "digits", *where, code=1)
+            ended = await paceline("restart", "digits", "--forget", *where, code=1)
             assert "has 2 workers: to make them leave, use paceline drain digits --all" in ended.stderr
             for session in sessions:
                 await session.send(leave=session_pb2.Leave())
                 await session.next("left")
-            assert result(await paceline("forget", "digits", *where, "--json")) == {"job": "digits", "forgotten": True}
-            ended = await paceline("forget", "digits", *where, code=1)
+            assert result(await paceline("restart", "digits", "--forget", *where, "--json")) == {
+                "job": "digits",
+                "forgotten": True,
+            }
+            ended = await paceline("restart", "digits", "--forget", *where, code=1)
             assert ended.stderr == "paceline: there is no job 'digits'; paceline status lists the jobs\n"
 
     run(main)

@@ -1,4 +1,4 @@
-"""`paceline flight` against real workers: alive, late, dead, and over."""
+"""`paceline debug flight` against real workers: alive, late, dead, and over."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 def flight(*arguments: str, code: int = 0, **environment: str) -> Command:
-    with command("flight", *arguments, **environment) as ended:
+    with command("debug", "flight", *arguments, **environment) as ended:
         assert ended.wait() == code, str(ended)
         return ended
 
@@ -106,7 +106,7 @@ def test_flight_names_the_dead_rank_live_and_from_dumps(tmp_path: Path) -> None:
     assert "which then failed (PeerLost" in wait["text"]
     assert wait["missing"] == {"2": "has left no record"}
     assert silent["text"] == "rank 2: has left no record"
-    with command("flight", "over", PACELINE_FLIGHT_DIR=str(tmp_path)) as ended:
+    with command("debug", "flight", "over", PACELINE_FLIGHT_DIR=str(tmp_path)) as ended:
         assert ended.wait() == 0, str(ended)
         assert f"from the dumps in {tmp_path}" in ended.stdout
 
@@ -122,7 +122,7 @@ def test_flight_trace_and_stacks_fail_for_a_job_without_members(tmp_path: Path) 
             assert [worker.wait() for worker in one] == [0]
         no_dump = f", and no dump is in {tmp_path}"
         for name, more in (("flight", no_dump), ("trace", no_dump), ("stacks", "")):
-            with command(name, "x", "--coordinator", address, PACELINE_FLIGHT_DIR=str(tmp_path)) as ended:
+            with command("debug", name, "x", "--coordinator", address, PACELINE_FLIGHT_DIR=str(tmp_path)) as ended:
                 assert ended.wait() == 1, str(ended)
                 assert ended.stderr == f"paceline: job 'x' has no members now{more}\n"
 

@@ -1,4 +1,4 @@
-"""`paceline stacks`: of workers that run, hold the GIL, are stopped, or have no folder for their file."""
+"""`paceline debug stacks`: of workers that run, hold the GIL, are stopped, or have no folder for their file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ session.leave()
 
 def stacks(address: str, **environment: str) -> dict[int, dict[str, Any]]:
     """What the command says, by rank."""
-    with command("stacks", "digits", "--coordinator", address, "--json", **environment) as ended:
+    with command("debug", "stacks", "digits", "--coordinator", address, "--json", **environment) as ended:
         assert ended.wait() == 0, str(ended)
         found = json.loads(ended.stdout.splitlines()[-1])["processes"]
         return {each["rank"]: each for each in found}
@@ -64,7 +64,7 @@ def test_equal_stacks_of_running_workers_are_shown_once() -> None:
         for _ in range(2):
             found = stacks(address)
             assert all(place(found[rank]) == "waits_for_a_word" for rank in range(3))
-        with command("stacks", "digits", "--coordinator", address) as ended:
+        with command("debug", "stacks", "digits", "--coordinator", address) as ended:
             assert ended.wait() == 0, str(ended)
             assert ended.stdout.startswith("In each stack the newest call comes first.\nranks 0-2 (")
             assert ended.stdout.count("in waits_for_a_word") == 1

@@ -1,4 +1,4 @@
-"""`paceline trace` of three workers, one of which is killed in the middle of training."""
+"""`paceline debug trace` of three workers, one of which is killed in the middle of training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_trace_shows_a_killed_worker_and_both_generations(tmp_path: Path) -> Non
         assert {by_rank[rank].expect("applied")["size"] for rank in (0, 1)} == {2}
         result: dict[str, Any] = {}
         while not result or result["missing"]:  # until both have answered within a second
-            with command("trace", "digits", "--coordinator", address, "-o", str(out), "--json") as ended:
+            with command("debug", "trace", "digits", "--coordinator", address, "-o", str(out), "--json") as ended:
                 assert ended.wait() == 0, str(ended)
                 result = json.loads(ended.stdout.splitlines()[-1])
     assert (result["job"], result["members"], result["missing"]) == ("digits", 2, [])

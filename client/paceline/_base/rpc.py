@@ -137,6 +137,17 @@ def error_from_status(error: aio.AioRpcError, doing: str) -> errors.PacelineErro
     return errors.CoordinatorUnreachable(text)
 
 
+def nobody_answers(address: str, seconds: float, why: str) -> errors.CoordinatorUnreachable:
+    """Returns the error for an address at which no coordinator has answered for so long.
+
+    Of `why`, gRPC's long account, the last part says something.
+    """
+    return errors.CoordinatorUnreachable(
+        f"no coordinator answers at {address} (tried for {seconds:.1f} s; {why.rpartition(': ')[2]}): run `paceline "
+        f"coordinator --listen {address}` there, or correct the address (--coordinator, PACELINE_COORDINATOR)"
+    )
+
+
 def _reason(error: aio.AioRpcError) -> str | None:
     """Returns the name of Paceline's reason for a refusal; None if the status has no readable one."""
     info = _info(error)

@@ -23,6 +23,7 @@ from paceline._base.rpc import (
     is_other_version,
     is_transient,
     leader_named_by,
+    nobody_answers,
 )
 from paceline._session.connection import CoordinatorChannel, SessionStream, check_tls, open_stream
 from paceline.config import Config
@@ -142,11 +143,7 @@ class ControlStream:
             if waited >= timeout:
                 if no_room is not None:
                     raise no_room
-                raise errors.CoordinatorUnreachable(
-                    f"no coordinator answers at {self.target} (tried for {waited:.0f} s; "
-                    f"{str(last).rpartition(': ')[2]}): run `paceline coordinator --listen {self.target}` there, "
-                    "or correct the address (--coordinator, PACELINE_COORDINATOR)"
-                ) from last
+                raise nobody_answers(self.target, waited, str(last)) from last
             await asyncio.sleep(min(backoff(attempt), start + timeout - time.monotonic()))
             attempt += 1
 

@@ -8,7 +8,9 @@ from paceline.launch._own_coordinator import Served, own_addresses
 
 
 def endpoint(text: str, *, default_port: int = DEFAULT_PORT) -> Endpoint:
-    """Parses HOST or HOST:PORT."""
+    """Parses HOST, HOST:PORT, or a PORT of loopback: no host's name is a number."""
+    if text.isdecimal():
+        text = f"127.0.0.1:{text}"
     try:
         return parse_endpoint(text, default_port=default_port)
     except ValueError as error:

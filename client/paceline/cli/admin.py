@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from paceline._base.addresses import CoordinatorAddresses
-from paceline._base.rpc import CHANNEL_OPTIONS, EOF, aio, error_from_status, grpc, leader_named_by
+from paceline._base.rpc import CHANNEL_OPTIONS, EOF, aio, error_from_status, grpc, leader_named_by, nobody_answers
 from paceline._base.terminal import UsageError, say
 from paceline._base.waits import loop_thread
 from paceline._session.connection import check_tls
@@ -236,9 +236,7 @@ async def _ask(
                     told = True
                     say(f"no coordinator answers at {address}; trying for another {timeout - spent:.0f} s")
                 if spent + _PAUSE_S >= timeout:
-                    raise CoordinatorUnreachable(
-                        f"no coordinator answers at {address} (tried for {spent:.1f} s): {error.details()}"
-                    ) from None
+                    raise nobody_answers(address, spent, error.details() or "") from None
             await asyncio.sleep(_PAUSE_S if not addresses.several else _PAUSE_S / 4)
 
 

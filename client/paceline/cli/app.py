@@ -2,79 +2,30 @@
 
 from __future__ import annotations
 
-from functools import cache
-from inspect import getdoc
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
-import typer.main
 
 from paceline._base.terminal import UsageError
+from paceline.cli.commands import Command, CommandGroup, Commands, reflow
+from paceline.cli.debug.commands import debug
+from paceline.cli.options import Coordinator, Json, Timeout, http_option, job_argument
 from paceline.cli.output import one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run
 from pacelinepb import __version__
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 _ABOUT = (
     "Paceline trains a model on several processes or machines, and training goes on when some of them die, freeze, "
     "join or leave."
 )
 
-
-@cache
-def _plugged_in() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # most commands need no plug-in
-
-    return {entry.name: entry for entry in entry_points(group="paceline.commands")}
-
-
-class _Commands(typer.core.TyperGroup):
-    """Paceline's commands, and those of plug-ins: entry points in "paceline.commands", each naming a `typer.Typer`.
-
-    Plug-ins are looked for only if a command is not Paceline's own, or if all are listed.
-    """
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        own = super().list_commands(ctx)
-        return [*own, *(name for name in _plugged_in() if name not in own)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None or cmd_name not in _plugged_in():
-            return own
-        return _command_of(_plugged_in()[cmd_name])
-
-
-def _command_of(point: EntryPoint) -> Any:
-    """Returns a plug-in's command; if it cannot be loaded, one whose help and error say why."""
-    from rich.markup import escape
-
-    from paceline.cli.plug_ins import errors_of
-
-    try:
-        with errors_of(point):
-            command = point.load()
-            _reflow(command)
-            return typer.main.get_command(command)
-    except UsageError as error:
-        why = str(error)
-    broken = typer.Typer()
-
-    @broken.command(help=escape(why), context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-    def fail() -> None:
-        with one_line_errors():
-            raise UsageError(why)
-
-    return typer.main.get_command(broken)
-
+_TRAIN, _OPERATE, _LOOK = "Train", "Operate", "Look into a run"
 
 app = typer.Typer(
     name="paceline",
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -82,21 +33,8 @@ app = typer.Typer(
     help=_ABOUT,
 )
 
-checkpoints = typer.Typer(no_args_is_help=True, help="Inspect checkpoints.")
-app.add_typer(checkpoints, name="checkpoint")
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as a JSON object on the last line of standard output.")
-]
-Timeout = Annotated[float, typer.Option(min=0.1, help="Give up after this many seconds.")]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PACELINE_COORDINATOR",
-        metavar="HOST:PORT",
-        help="Address of the coordinator; default: that of your only paceline run on this machine.",
-    ),
-]
+checkpoints = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Inspect checkpoints.")
+_command = partial(app.command, cls=Command)
 
 
 def _version(wanted: bool) -> None:
@@ -114,15 +52,17 @@ def _root(
     pass
 
 
-@app.command()
+_command(context_settings=RUN_SETTINGS, rich_help_panel=_TRAIN)(run)
+
+
+@_command(rich_help_panel=_OPERATE)
 def coordinator(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = "127.0.0.1:7400",
+    listen: Annotated[str, typer.Option(metavar="[HOST:]PORT", help="Where to listen.")] = "127.0.0.1:7400",
     http: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Serve a page, metrics (/metrics) and jobs as JSON here, with the same token and certificates; "
-            "default: nowhere.",
+        http_option(
+            "Serve a page, metrics (/metrics) and jobs as JSON, with the same token and certificates; --http alone: at "
+            "127.0.0.1:7401."
         ),
     ] = None,
     state: Annotated[
@@ -204,7 +144,7 @@ def coordinator(
         )
 
 
-@app.command()
+@_command(rich_help_panel=_OPERATE)
 def certs(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder for the certificates; made if it does not exist.")
@@ -213,7 +153,9 @@ def certs(
         list[str] | None,
         typer.Option(metavar="NAME", help="A name or IP address by which workers reach the coordinator; repeatable."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=36_500, help="Days for which the certificates are valid.")] = 365,
+    days: Annotated[
+        int, typer.Option(min=1, max=36_500, metavar="DAYS", help="Days for which the certificates are valid.")
+    ] = 365,
 ) -> None:
     """Make certificates for a cluster: an authority, a certificate for the coordinator, and one that all members share.
 
@@ -225,12 +167,9 @@ def certs(
         make_certificates(directory, host or [], days)
 
 
-app.command(context_settings=RUN_SETTINGS)(run)
-
-
-@app.command()
+@_command(rich_help_panel=_TRAIN)
 def demo(
-    workers: Annotated[int, typer.Option("-n", "--workers", min=1, max=64, help="Worker processes.")] = 4,
+    workers: Annotated[int, typer.Option("-n", "--workers", min=1, max=64, metavar="N", help="Worker processes.")] = 4,
     kill_at_step: Annotated[
         int,
         typer.Option(
@@ -238,8 +177,9 @@ def demo(
         ),
     ] = 40,
     http: Annotated[
-        bool, typer.Option("--http", help="Show a page too: its URL is printed. Open it while the demo runs.")
-    ] = False,
+        str | None,
+        http_option("Show a page too: its URL is printed. Open it while the demo runs. --http alone: at a free port."),
+    ] = None,
     same_bits: Annotated[
         bool,
         typer.Option(
@@ -260,13 +200,11 @@ def demo(
         raise typer.Exit(run_demo(workers, kill_at_step=kill_at_step, as_json=json, http=http, same_bits=same_bits))
 
 
-@app.command()
+@_command(rich_help_panel=_OPERATE)
 def status(
     coordinator: Coordinator = None,
-    job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Show this job's members; default: all jobs.")
-    ] = None,
-    named: Annotated[str | None, typer.Option("--job", help="The same as the argument.")] = None,
+    job: Annotated[str | None, job_argument("Show this job's members; default: all jobs.")] = None,
+    named: Annotated[str | None, typer.Option("--job", metavar="JOB", help="The same as the argument.")] = None,
     live: Annotated[bool, typer.Option("--watch", "-w", help="Draw it again and again, until Ctrl-C.")] = False,
     timeout: Timeout = 5.0,
     json: Json = False,
@@ -285,10 +223,10 @@ def status(
             show_status(coordinator, named if job is None else job, timeout, as_json=json)
 
 
-@app.command()
+@_command(rich_help_panel=_OPERATE)
 def drain(
     coordinator: Coordinator = None,
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)] = None,
+    job: Annotated[str | None, job_argument(show_default=False)] = None,
     members: Annotated[
         list[str] | None, typer.Argument(metavar="RANK", help="Ranks in the current view, or member ids.")
     ] = None,
@@ -301,7 +239,8 @@ def drain(
         ),
     ] = False,
     named: Annotated[
-        str | None, typer.Option("--job", help="Name of the job; then all arguments are ranks.", show_default=False)
+        str | None,
+        typer.Option("--job", metavar="JOB", help="Name of the job; then all arguments are ranks.", show_default=False),
     ] = None,
     timeout: Timeout = 5.0,
     json: Json = False,
@@ -320,11 +259,19 @@ def drain(
         drain_members(coordinator, name, ranks, timeout, everyone=everyone, as_json=json)
 
 
-@app.command()
+@_command(rich_help_panel=_OPERATE)
 def restart(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")],
+    job: Annotated[str, job_argument()],
     coordinator: Coordinator = None,
     force: Annotated[bool, typer.Option("--force", help="Do so even if workers are connected and training.")] = False,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Remove a job that is over: its keys, its generation number, and whether it was done. A later job of "
+            "that name has generations above those of the checkpoints that its workers bring.",
+        ),
+    ] = False,
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
@@ -334,118 +281,39 @@ def restart(
     that it has done since is lost.
     """
     with one_line_errors():
-        from paceline.cli.orders import restart_job
+        from paceline.cli.orders import forget_job, restart_job
 
-        restart_job(coordinator, job, timeout, force=force, as_json=json)
-
-
-@app.command()
-def forget(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")],
-    coordinator: Coordinator = None,
-    timeout: Timeout = 5.0,
-    json: Json = False,
-) -> None:
-    """Remove a job that is over from the coordinator: its keys, its generation number, and whether it was done.
-
-    To train a job anew that is done, paceline restart JOB is enough.
-    A later job of that name starts afresh, with generations above those of the checkpoints that its workers bring.
-    """
-    with one_line_errors():
-        from paceline.cli.orders import forget_job
-
-        forget_job(coordinator, job, timeout, as_json=json)
+        if force and forget:
+            raise UsageError("give --force or --forget, not both: a job whose workers are connected is not forgotten")
+        if forget:
+            forget_job(coordinator, job, timeout, as_json=json)
+        else:
+            restart_job(coordinator, job, timeout, force=force, as_json=json)
 
 
-@app.command()
-def flight(
-    job: Annotated[str | None, typer.Argument(help="Name of the job.")] = None,
-    coordinator: Coordinator = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Read the dumps in this folder; default: ask the members, if there are any."
-        ),
-    ] = None,
-    timeout: Timeout = 5.0,
-    json: Json = False,
-) -> None:
-    """Say who is stuck in what, and since when: compares the last operations of all ranks.
-
-    Members are asked beside their training. Of a job that is over, the dumps on this machine are read.
-    """
-    with one_line_errors():
-        from paceline.cli.debug.flight_command import show_flight
-
-        show_flight(job, coordinator, directory, timeout, as_json=json)
-
-
-@app.command()
-def stacks(
-    job: Annotated[str, typer.Argument(help="Name of the job.")],
-    coordinator: Coordinator = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show the threads of Paceline and grpc too, and all frames.")
-    ] = False,
-    timeout: Timeout = 5.0,
-    json: Json = False,
-) -> None:
-    """Show where the code of each rank stands, also of ranks that hang with the GIL held.
-
-    Needs no debugger and no rights: workers write their own stacks. Training goes on meanwhile.
-    """
-    with one_line_errors():
-        from paceline.cli.debug.stacks_command import show_stacks
-
-        show_stacks(job, coordinator, timeout, everything=everything, as_json=json)
-
-
-@app.command()
-def trace(
-    job: Annotated[str | None, typer.Argument(help="Name of the job.")] = None,
-    coordinator: Coordinator = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.json", help="Write the trace here.")] = Path(
-        "trace.json"
-    ),
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Read the dumps in this folder; default: ask the members, if there are any."
-        ),
-    ] = None,
-    timeout: Timeout = 5.0,
-    json: Json = False,
-) -> None:
-    """Write the last operations and steps of all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
-
-    Clocks of hosts are aligned by the times of the question itself; the file says how exact that is.
-    """
-    with one_line_errors():
-        from paceline.cli.debug.trace_command import write_trace
-
-        write_trace(job, coordinator, directory, timeout, out, as_json=json)
-
-
-@app.command()
+@_command(rich_help_panel=_LOOK)
 def bench(
     collective: Annotated[
         str,
         typer.Argument(
+            metavar="COLLECTIVE",
             help="all-reduce, reduce, reduce-scatter, broadcast, scatter, all-gather, gather, all-to-all, send-recv, "
-            "barrier, or all."
+            "barrier, or all.",
         ),
     ] = "all-reduce",
-    workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=64, help="Worker processes.")] = 2,
+    workers: Annotated[int, typer.Option("-n", "--workers", min=2, max=64, metavar="N", help="Worker processes.")] = 2,
     sizes: Annotated[
         str,
         typer.Option(
-            help="Sizes of the whole array, separated by commas; rounded up to equal parts. K, M, G: KiB, MiB, GiB."
+            metavar="BYTES[,BYTES]",
+            help="Sizes of the whole array, separated by commas; rounded up to equal parts. K, M, G: KiB, MiB, GiB.",
         ),
     ] = "1KiB,64KiB,1MiB,16MiB",
     links: Annotated[
         str | None,
         typer.Option(
-            help="Kinds of links to measure, separated by commas; default: shm,tcp,grpc, or with --tune-out shm."
+            metavar="KIND[,KIND]",
+            help="Kinds of links to measure, separated by commas; default: shm,tcp,grpc, or with --tune-out shm.",
         ),
     ] = None,
     schedule: Annotated[
@@ -455,8 +323,12 @@ def bench(
             help="Use these schedules in turn, or all; default: the one that Paceline chooses, with --tune-out all.",
         ),
     ] = None,
-    memory: Annotated[str, typer.Option(help="Where arrays come from: NumPy (any), or group.empty (group).")] = "any",
-    seconds: Annotated[float, typer.Option(min=0.001, help="About how many seconds to measure for each row.")] = 2.0,
+    memory: Annotated[
+        str, typer.Option(metavar="any|group", help="Where arrays come from: NumPy (any), or group.empty (group).")
+    ] = "any",
+    seconds: Annotated[
+        float, typer.Option(min=0.001, metavar="SECONDS", help="About how many seconds to measure for each row.")
+    ] = 2.0,
     tune_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="Write a table of rules that chooses the fastest schedules."),
@@ -474,39 +346,7 @@ def bench(
         raise typer.Exit(run_bench(jobs, kinds, workers, tune_out, as_json=json, memory=memory, seconds=seconds))
 
 
-@app.command()
-def schedules(
-    collective: Annotated[str | None, typer.Argument(help="all-reduce, ...; default: the table of choices.")] = None,
-    workers: Annotated[
-        int | None, typer.Option("-n", "--workers", min=1, max=65536, help="World size; default: 4.")
-    ] = None,
-    hosts: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Hosts on which the ranks are, in order and evenly; default: unknown."),
-    ] = None,
-    size: Annotated[
-        str | None, typer.Option(help="Bytes of the whole array, such as 64K or 8MiB; default: 1MiB.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Show the rows of this rank; default: 0. A root is always rank 0.")
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show this schedule instead of the chosen one.")
-    ] = None,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, max=65536, metavar="V", help="Show how the V microbatches of a step are summed in a tree."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Show which schedule a collective uses, and what a rank sends and receives in each step."""
-    with one_line_errors():
-        from paceline.cli.schedules_command import ScheduleOptions, show_schedules
-
-        show_schedules(collective, ScheduleOptions(workers, size, rank, schedule, hosts, microbatches), as_json=json)
-
-
-@app.command(context_settings=RUN_SETTINGS)
+@_command(context_settings=RUN_SETTINGS, rich_help_panel=_TRAIN)
 def replay(
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script that the run had.")],
     step: Annotated[int, typer.Option(min=1, metavar="N", help="The step to compute again; it has a receipt.")],
@@ -531,7 +371,7 @@ def replay(
         raise typer.Exit(replay_step(whole, step=step, directory=directory, receipts=receipts, as_json=json))
 
 
-@checkpoints.command()
+@checkpoints.command(cls=Command)
 def inspect(
     directory: Annotated[
         Path,
@@ -552,12 +392,15 @@ def inspect(
         inspect_checkpoint(directory, verify=verify, consolidate=consolidate, as_json=json)
 
 
-def _reflow(commands: typer.Typer) -> None:
-    """Joins the lines of each paragraph of the help texts: rich breaks lines where the terminal ends."""
-    for command in commands.registered_commands:
-        text = command.help or getdoc(command.callback) or ""
-        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+@_command(rich_help_panel=_OPERATE)
+def version(json: Json = False) -> None:
+    """Show the versions of Paceline, its protocol, Python, and the packages that it uses."""
+    from paceline.cli.version import show_versions
+
+    show_versions(as_json=json)
 
 
-_reflow(app)
-_reflow(checkpoints)
+reflow(app)
+reflow(checkpoints)
+app.add_typer(debug, name="debug", rich_help_panel=_LOOK)
+app.add_typer(checkpoints, name="checkpoint", rich_help_panel=_LOOK)

@@ -38,7 +38,7 @@ def run_coordinator(
     from paceline_server.settings import HttpUnusable, ServerSettings, check_http, state_settings, token_settings
 
     where = endpoint(listen)
-    page = None if http is None else endpoint(http, default_port=DEFAULT_HTTP_PORT)
+    page = None if http is None else endpoint(http or "127.0.0.1", default_port=DEFAULT_HTTP_PORT)
     if restart_after is not None and not restart_after > 0:
         raise UsageError(f"--restart-after must be above 0, not {restart_after:g}")
     if settle_time is not None and not settle_time > 0:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 
 from paceline._base.terminal import UsageError, say
-from paceline.cli.access import say_where_the_page_is
+from paceline.cli.access import endpoint, say_where_the_page_is
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.output import print_json
@@ -34,7 +34,9 @@ _MICROBATCHES = 8
 """Least number of microbatches of a step with `--same-bits`."""
 
 
-def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = False, same_bits: bool = False) -> int:
+def run_demo(
+    workers: int, *, kill_at_step: int, as_json: bool, http: str | None = None, same_bits: bool = False
+) -> int:
     """Trains on the digits with workers on this machine, kills and replaces one of them, and checks the result.
 
     `kill_at_step` is 0 for none. With `http` a page is served too, on a terminal until Enter or Ctrl-C. With
@@ -53,8 +55,9 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
         kill_at_step = 0
     # With a power of two most worlds send one array each.
     microbatches = max(_MICROBATCHES, 1 << (workers - 1).bit_length()) if same_bits else 0
+    page = None if http is None else str(endpoint(http or "127.0.0.1:0", default_port=0))
     with ExitStack() as serving:
-        served = serving.enter_context(own_coordinator(http="127.0.0.1:0" if http else None))
+        served = serving.enter_context(own_coordinator(http=page))
         say_where_the_page_is(served)
         say(f"{workers} worker{'s start: they load' if workers > 1 else ' starts: it loads'} NumPy and the digits")
         shown = Console(out=sys.stderr if as_json else sys.stdout)  # JSON has standard output to itself
@@ -73,7 +76,7 @@ def run_demo(workers: int, *, kill_at_step: int, as_json: bool, http: bool = Fal
             console.print(text, style="red")
         if as_json:
             print_json(result)
-        elif http and sys.stdin.isatty() and sys.stdout.isatty():
+        elif page and sys.stdin.isatty() and sys.stdout.isatty():
             say("the page is served until you press Enter or Ctrl-C")
             with suppress(KeyboardInterrupt):
                 sys.stdin.readline()

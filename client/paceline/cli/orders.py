@@ -1,4 +1,4 @@
-"""`paceline drain`, `restart` and `forget`: send an operator's order to a job, and print the result."""
+"""`paceline drain` and `restart`: send an operator's order to a job, and print the result."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline._base.terminal import UsageError, printable, say
+from paceline.cli.options import http_option
 from paceline.cli.output import one_line_errors
 
 RUN_SETTINGS: dict[str, Any] = {
@@ -23,7 +24,7 @@ _OUTPUT = "Workers' lines"
 def run(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="What each worker runs.")],
-    workers: Annotated[int, typer.Option("-n", "--workers", help="Workers to start here.")] = 1,
+    workers: Annotated[int, typer.Option("-n", "--workers", metavar="N", help="Workers to start here.")] = 1,
     replica_size: Annotated[
         int | None,
         typer.Option(
@@ -40,12 +41,13 @@ def run(
             envvar="PACELINE_COORDINATOR", metavar="HOST:PORT", help="Address of the coordinator; default: embed one."
         ),
     ] = None,
-    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", help="Name of the job.")] = "default",
+    job: Annotated[str, typer.Option(envvar="PACELINE_JOB", metavar="JOB", help="Name of the job.")] = "default",
     minimum: Annotated[
         int | None,
         typer.Option(
             "--min",
             envvar="PACELINE_MIN_WORKERS",
+            metavar="N",
             help="Start when this many workers have joined, from all launchers; default: -n.",
         ),
     ] = None,
@@ -54,6 +56,7 @@ def run(
         typer.Option(
             "--max",
             envvar="PACELINE_MAX_WORKERS",
+            metavar="N",
             help="Never have more workers than this; default: the larger of -n, --min.",
         ),
     ] = None,
@@ -120,15 +123,12 @@ def run(
         ),
     ] = False,
     http: Annotated[
-        bool,
-        typer.Option("--http", help="Serve a page that shows the job, on this machine; its URL is printed."),
-    ] = False,
-    http_listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="The same, at this address; default: a free port of loopback."),
+        http_option("Serve a page that shows the job; its URL is printed. --http alone: at a free port of loopback."),
     ] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(rich_help_panel=_OUTPUT, help="Keep each worker's lines in a file here.")
+        Path | None,
+        typer.Option(metavar="DIR", rich_help_panel=_OUTPUT, help="Keep each worker's lines in a file here."),
     ] = None,
     redirects: Annotated[
         str | None,
@@ -165,9 +165,7 @@ def run(
         if no_python and module:
             raise UsageError("give --no-python or --module, not both")
         whole = ["--", *command] if no_python else ["-m", *command] if module else command
-        page = None
-        if http or http_listen is not None:
-            page = "127.0.0.1:0" if http_listen is None else str(endpoint(http_listen, default_port=0))
+        page = None if http is None else str(endpoint(http or "127.0.0.1:0", default_port=0))
         context.with_resource(engine_for_workers(engine))
         if drain_stragglers:
             context.with_resource(variable_for_workers("PACELINE_DRAIN_STRAGGLERS", "1"))

@@ -1,4 +1,4 @@
-"""`paceline schedules`: shows how collectives work and which schedule is chosen when. It runs nothing."""
+"""`paceline debug schedules`: shows how collectives work and which schedule is chosen when. It runs nothing."""
 
 from __future__ import annotations
 

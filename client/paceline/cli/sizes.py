@@ -1,4 +1,4 @@
-"""Sizes of arrays, as `paceline bench` and `paceline schedules` read and show them. Pure."""
+"""Sizes of arrays, as `paceline bench` and `paceline debug schedules` read and show them. Pure."""
 
 from __future__ import annotations
 

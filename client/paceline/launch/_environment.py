@@ -89,15 +89,15 @@ def worker_bounds(
     if rest:
         raise ValueError(f"-n {workers} is no multiple of --replica-size {replica_size}: -n counts processes")
     noun = "workers" if replica_size is None else "replicas"
+    if maximum is not None and maximum < members:
+        all_of = f"-n {workers} workers" if replica_size is None else f"-n {workers}: {members} replicas"
+        raise ValueError(f"{all_of} do not fit into a job of at most {maximum} (--max)")
     low = members if minimum is None else minimum
     if low < 1:
         raise ValueError(f"--min must be 1 or more, not {low}")
     high = max(low, members) if maximum is None else maximum
     if high < low:
         raise ValueError(f"--max {high} is below the minimum of {low} {noun}")
-    if high < members:
-        all_of = f"-n {workers} workers" if replica_size is None else f"-n {workers}: {members} replicas"
-        raise ValueError(f"{all_of} do not fit into a job of at most {high} (--max)")
     return low, high
 
 

@@ -1,4 +1,4 @@
-"""`paceline schedules`: what is printed, and what is refused."""
+"""`paceline debug schedules`: what is printed, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ runner = CliRunner()
 
 
 def run(*arguments: str) -> str:
-    result = runner.invoke(app, ["schedules", *arguments])
+    result = runner.invoke(app, ["debug", "schedules", *arguments])
     assert (result.exit_code, result.stderr) == (0, "")
     return result.stdout
 
@@ -72,7 +72,7 @@ def test_microbatches_option_shows_the_sums_of_each_rank() -> None:
             "ring does not sum an element at one rank",
         ),
     ):
-        result = runner.invoke(app, ["schedules", *arguments])
+        result = runner.invoke(app, ["debug", "schedules", *arguments])
         assert result.exit_code == 2
         assert words in result.stderr.replace("\n", " ")
 
@@ -116,7 +116,7 @@ def test_every_schedule_can_be_shown(collective: str, schedule: str, world: int)
     ],
 )
 def test_bad_arguments_print_one_line_and_exit_with_code_2(arguments: list[str], words: str) -> None:
-    result = runner.invoke(app, ["schedules", *arguments])
+    result = runner.invoke(app, ["debug", "schedules", *arguments])
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.startswith("paceline: ")
@@ -143,6 +143,6 @@ def test_ranks_are_spread_almost_evenly_over_hosts() -> None:
 
 @pytest.mark.parametrize("hosts", ["0", "5"])
 def test_hosts_option_outside_the_number_of_ranks_is_refused(hosts: str) -> None:
-    result = runner.invoke(app, ["schedules", "all-reduce", "-n", "4", "--hosts", hosts])
+    result = runner.invoke(app, ["debug", "schedules", "all-reduce", "-n", "4", "--hosts", hosts])
     assert result.exit_code == 2
     assert result.stderr == f"paceline: --hosts must be 1 to 4, the number of ranks, not {hosts}\n"

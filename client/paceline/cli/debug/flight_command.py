@@ -1,4 +1,4 @@
-"""`paceline flight`: names the ranks that are stuck, the operation that each is stuck in, and since when."""
+"""`paceline debug flight`: names the ranks that are stuck, the operation that each is stuck in, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline stacks`: where the code of each rank stands.
+"""`paceline debug stacks`: where the code of each rank stands.
 
 Members are asked first. One that does not answer, mostly because it holds the GIL, gets a signal: from this process if
 it runs on this host, else from another member of its host.
@@ -106,7 +106,7 @@ def _by_neighbours(
         if helper is None:
             for each in silent:
                 host, pid = each.member.process.host, each.member.process.pid
-                advice = f"run paceline stacks {job} on {host} (pid {pid}), as the user of the job"
+                advice = f"run paceline debug stacks {job} on {host} (pid {pid}), as the user of the job"
                 text = f"{each.trouble}, nor does another member of its host: {advice}"
                 found.append((each, Process(str(each), each.member.rank if each.in_view else None, trouble=text)))
         else:

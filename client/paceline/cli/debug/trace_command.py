@@ -1,4 +1,4 @@
-"""`paceline trace`: writes the flight records of a job as a trace for Perfetto."""
+"""`paceline debug trace`: writes the flight records of a job as a trace for Perfetto."""
 
 from __future__ import annotations
 
