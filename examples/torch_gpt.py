@@ -9,7 +9,6 @@
 import argparse
 import contextlib
 import pathlib
-import tempfile
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -27,7 +26,7 @@ GLOBAL_BATCH, MICRO_BATCH = 32, 8  # windows of a step over all workers; in one 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--workers", type=int, default=1, help="processes of each worker that fetch samples")
-parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir(), "paceline-gpt"))
+parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "paceline-gpt")
 parser.add_argument("--checkpoints", help="a folder that all workers share")
 parser.add_argument("--export", help="file for the averaged weights, as a plain state_dict")
 asked = parser.parse_args()

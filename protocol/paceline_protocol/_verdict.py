@@ -175,7 +175,9 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
         blamed = _at_fault(case, rest)
     sentences: dict[int, str] = {rank: f"{case.view.seats[rank].label} {how}" for rank, how in gone.items()}
     for rank, report in accused_leavers.items():
-        sentences[rank] = f"{case.view.seats[rank].label} left the job while others needed it: {report.text}"
+        leaver, reporter = case.view.seats[rank], case.view.seats[report.reporter]
+        operation = report.text.partition(": ")[0]  # what follows says again that it is gone, and who saw that
+        sentences[rank] = f"{leaver.label} left the job while {reporter.label} needed it: {operation}"
     for rank in blamed:
         sentences[rank] = _broken(case.view, rank, neighbours[rank] - {rank}, rank in case.suspects)
     return Verdict(

@@ -76,8 +76,8 @@ class Timers:
         slept = self._wakefulness.awake(self._loop.time())
         if slept:
             self.stalled(slept)
-            level = logging.WARNING if slept > _LONG_STALL and self._jobs else logging.DEBUG
-            _log.log(level, "the coordinator did not run for %.2f s; leases start anew where that is long", slept)
+            level = logging.INFO if slept > _LONG_STALL and self._jobs else logging.DEBUG
+            _log.log(level, "the coordinator did not run for %.2f s", slept)
             for job in list(self._jobs.values()):
                 job.abandonment.slept(slept)
                 self._apply(job, Ticked(slept))

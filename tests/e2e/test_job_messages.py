@@ -95,7 +95,8 @@ def test_a_warning_of_all_ranks_is_shown_once(tmp_path: Path) -> None:
     assert run.complaints.startswith("paceline: session.rank was read")
 
 
-def test_the_flight_records_of_a_failure_are_reported_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [False, True], ids=["unasked", "asked"])
+def test_the_flight_records_of_a_failure_are_reported_once_if_one_asks(tmp_path: Path, asked: bool) -> None:
     script = tmp_path / "loop.py"
     script.write_text(
         "import os, numpy as np, paceline\n"
@@ -104,13 +105,13 @@ def test_the_flight_records_of_a_failure_are_reported_once(tmp_path: Path) -> No
         "    print('in the loop', session.rank, os.getpid())\n"
         "    while True: session.group.all_reduce(np.ones(4))\n"
     )
-    with command("run", "-n", "4", str(script)) as run:
+    with command("run", "-n", "4", str(script), **({"PACELINE_TRACEBACK": "1"} if asked else {})) as run:
         run.wait_for("in the loop", 4)
         found = re.search(r"in the loop 1 (\d+)", run.stdout)
         assert found is not None
         os.kill(int(found[1]), signal.SIGKILL)
         assert run.wait() == 137
-    (record,) = [line for line in run.stderr.splitlines() if "operations are in" in line]
-    assert re.fullmatch(
-        r"paceline: the last \d+ operations are in \S+\.json \(each rank of this host has such a file\)", record
-    )
+    records = [line for line in run.stderr.splitlines() if "operations are in" in line]
+    assert len(records) == asked
+    told = r"paceline: the last \d+ operations are in \S+\.json \(each rank of this host has such a file\)"
+    assert all(re.fullmatch(told, record) for record in records)

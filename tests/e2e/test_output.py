@@ -68,3 +68,17 @@ def test_a_launcher_prints_once_how_long_its_workers_will_try(tmp_path: Path) ->
         said[0],
     )
     assert "script.py" not in run.stderr, "the worker's own line says nothing about it"
+
+
+def test_a_token_that_is_not_known_is_said_once_by_a_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import paceline; paceline.join(timeout=6.0)\n")
+    with command("coordinator", "--listen", "127.0.0.1:0", PACELINE_TOKEN="good" * 8) as coordinator:
+        coordinator.wait_for("listens on")
+        found = re.search(r"listens on ([\d.:]+)", coordinator.stderr)
+        assert found is not None
+        with command("run", "-n", "2", "--coordinator", found[1], str(script), PACELINE_TOKEN="evil" * 8) as run:
+            assert run.wait() == 1
+    said = [line for line in run.stderr.splitlines() if "ended with exit code" not in line]
+    assert len(said) == 1, said
+    assert said[0].startswith(f"paceline: the coordinator at {found[1]}: it does not know this token; ")

@@ -35,6 +35,7 @@ def name_of(what: Path | Block) -> str:
 def run(code: str, directory: Path, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
+        cwd=directory,
         env={**os.environ, "TMPDIR": str(directory), **environment},
         capture_output=True,
         text=True,
@@ -96,7 +97,8 @@ def test_an_extra_worker_joins_the_tutorial_training(block: Block, tmp_path: Pat
 
         def start() -> None:
             command, name = [sys.executable, "-c", slow], str(len(started))
-            process = subprocess.Popen(command, env={**environment, "NAME": name}, stdout=PIPE, stderr=PIPE, text=True)
+            environment["NAME"] = name
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=PIPE, stderr=PIPE, text=True)
             started.append(stack.enter_context(process))
             stack.callback(process.kill)
 

@@ -34,6 +34,7 @@ def run(code: str, directory: Path, launcher: str | None = None) -> str:
     (directory / "train.py").write_text(code)
     done = subprocess.run(
         [sys.executable, *LAUNCHERS.get(launcher or "", []), str(directory / "train.py")],
+        cwd=directory,
         env={**os.environ, "TMPDIR": str(directory)},
         capture_output=True,
         text=True,
@@ -56,7 +57,9 @@ SAY = "print(f'of {session.size}\\n', end='', flush=True)\n"  # one write: torch
 
 
 def test_loop_runs_under_paceline_run(tmp_path: Path) -> None:
-    assert run(LOOP + SAY, tmp_path, "paceline run").split("\n") == ["of 2", "of 2", ""]
+    printed = run(LOOP + SAY, tmp_path, "paceline run").splitlines()
+    assert [line for line in printed if not line.startswith("step ")] == ["of 2", "of 2"]
+    assert sum(line.startswith("step ") for line in printed) == 4, "rank 0 prints its loss"
 
 
 def test_how_to_runs_under_paceline_run(tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def check_the_rest(printed: str, directory: Path) -> None:
     lines = re.findall(r"^(\d+) ([\d.]+)$", printed, re.MULTILINE)
     assert [int(step) for step, _ in lines] == list(range(1, 21)), printed
     assert float(lines[-1][1]) < float(lines[0][1])
-    runs = directory / "paceline-torch-runs"
+    runs = directory / "runs"
     exported = torch.load(runs / "model.pt", weights_only=True)
     net = torch.nn.Linear(4, 2)
     net.load_state_dict(exported)

@@ -60,7 +60,8 @@ def in_short(error: PacelineError, trace: TracebackType | None) -> str:
     kind = type(error).__name__
     lines = [f"paceline: {error}" if str(error) else f"paceline: {kind}", *users_line(trace)]
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, PacelineError):
+    # grpc's errors say the same as ours, in six lines.
+    if cause is not None and not isinstance(cause, PacelineError) and not type(cause).__module__.startswith("grpc"):
         lines += [f"  because of {type(cause).__name__}: {cause}".removesuffix(": "), *users_line(cause.__traceback__)]
     lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
     where = [f"operation {error.operation}"] if error.operation else []

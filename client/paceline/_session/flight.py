@@ -26,6 +26,7 @@ from weakref import WeakValueDictionary
 
 from paceline._base.activity import FlightRecorder, error_text
 from paceline._base.processes import make_private, user_folder
+from paceline._base.uncaught import wants_whole_stack
 from paceline._session.launcher_pipe import tell_once
 
 FLIGHT_DIR = "PACELINE_FLIGHT_DIR"
@@ -102,8 +103,10 @@ class FlightLog:
                     _log.warning("the flight recorder could not be written (%.200s): %s", reason, error_text(error))
             else:
                 last = "the last operation is" if number == 1 else f"the last {number} operations are"
-                if is_abort:  # every member of the generation writes one
+                if is_abort and wants_whole_stack():  # every member of the generation writes one
                     tell_once(_log, f"{last} in {path}{_OTHERS}", key=f"flight {self._aborted}")
+                elif is_abort:  # `paceline debug flight` finds it
+                    _log.debug("%s in %s", last, path)
                 else:
                     _log.warning("%s in %s", last, path)
         return path

@@ -10,7 +10,7 @@ import typer
 
 from paceline._base.terminal import UsageError
 from paceline.cli.commands import Command, CommandGroup, Commands, reflow
-from paceline.cli.debug.commands import debug
+from paceline.cli.debug.debug_commands import debug
 from paceline.cli.options import Coordinator, Json, Timeout, http_option, job_argument
 from paceline.cli.output import one_line_errors
 from paceline.cli.run_command import RUN_SETTINGS, run

@@ -82,6 +82,18 @@ def test_the_cause_of_an_error_is_shown_with_its_line(tmp_path: Path) -> None:
     assert lines[4:6] == [f'  File "{tmp_path / "train.py"}", line 2, in <module>', "    int('x')"]
 
 
+def test_the_account_of_grpc_is_not_shown(tmp_path: Path) -> None:
+    """Paceline's error says the same in one line."""
+
+    class GrpcError(Exception):
+        __module__ = "grpc.aio._call"
+
+    code = "try:\n    raise GrpcError('six lines')\nexcept GrpcError as error:\n    raise PeerRaised('no') from error\n"
+    error, trace = run(code, tmp_path / "train.py", PeerRaised=PeerRaised, GrpcError=GrpcError)
+    assert "six lines" not in in_short(error, trace)
+    assert "because of" not in in_short(error, trace)
+
+
 def test_code_without_a_file_is_shown_without_source() -> None:
     with pytest.raises(PeerLost) as caught:
         exec(compile("raise PeerLost('x')", "<string>", "exec"), {"PeerLost": PeerLost, "__name__": "__main__"})

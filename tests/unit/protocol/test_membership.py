@@ -378,7 +378,9 @@ def test_leaving_while_others_need_the_member_voids_the_view() -> None:
     first, second = job.form(2)
     job.leave(second)
     effects = job.report(first, LOST, 1, "the link to rank 1 ended in all_reduce 3")
-    assert verdicts(effects)[first].startswith("rank 1 (host-2, pid 1002) left the job while others needed it")
+    assert verdicts(effects)[first].startswith(
+        "rank 1 (host-2, pid 1002) left the job while rank 0 (host-1, pid 1001) needed it"
+    )
     assert job.state.verdict.culprits == (1,)
 
 

@@ -113,12 +113,13 @@ def test_a_member_known_to_be_gone_is_blamed_for_its_links() -> None:
 
 
 def test_a_member_that_left_while_needed_is_blamed() -> None:
-    case = Case(VIEW, (report(0, LOST, 1, "the link to rank 1 ended in all_reduce 17"),), left={1})
+    text = "operation 17, all_reduce: rank 1 is gone, as seen by rank 0: rank 1 left"
+    case = Case(VIEW, (report(0, LOST, 1, text),), left={1})
     assert has_second_witness(case)
     verdict = judge(0.0, case)
     assert verdict.culprits == (1,)
     assert verdict.text == (
-        "rank 1 (host-b, pid 4712) left the job while others needed it: the link to rank 1 ended in all_reduce 17"
+        "rank 1 (host-b, pid 4712) left the job while rank 0 (host-a, pid 4711) needed it: operation 17, all_reduce"
     )
 
 

@@ -229,7 +229,10 @@ def test_a_symbolic_link_at_the_file_is_replaced_and_not_followed(tmp_path: Path
     assert precious.read_text() == "as before"
 
 
-def test_an_abort_is_dumped_once_in_each_generation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_abort_is_dumped_once_in_each_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TRACEBACK", "1")
     facts: dict[str, Any] = {"job": "digits", "rank": 1, "generation": 7}
     log = FlightLog(FlightRecorder(), lambda: facts, tmp_path)
     log.on_abort(PeerLost("rank 2 was lost"))
@@ -240,6 +243,11 @@ def test_an_abort_is_dumped_once_in_each_generation(tmp_path: Path, caplog: pyte
     log.on_abort(PeerLost("rank 3 was lost"))
     assert read(path)["reason"] == "abort: PeerLost: rank 3 was lost"
     assert len(caplog.records) == 2
+    monkeypatch.delenv("PACELINE_TRACEBACK")
+    facts["generation"] = 9
+    log.on_abort(PeerLost("rank 4 was lost"))
+    assert read(path)["reason"] == "abort: PeerLost: rank 4 was lost"
+    assert len(caplog.records) == 2, "it is said only if one asks"
 
 
 def test_threads_can_dump_concurrently(tmp_path: Path) -> None:

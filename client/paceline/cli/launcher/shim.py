@@ -132,7 +132,8 @@ def report(kind: type[BaseException], error: BaseException, trace: TracebackType
     errors = sys.modules.get("paceline.errors")  # only an importer of it can raise a Paceline error
     if errors is not None and isinstance(error, errors.PacelineError):
         _blame(error)
-        if isinstance(error, errors.CoordinatorUnreachable) and not whole and _all_say(error):
+        refused = (errors.CoordinatorUnreachable, errors.NotAuthenticated, errors.NotPermitted)
+        if isinstance(error, refused) and not whole and _all_say(error):
             return
         if not whole:
             from paceline._base.uncaught import in_short
@@ -153,7 +154,7 @@ def _blame(error: Any) -> None:
 
 
 def _all_say(error: Any) -> bool:
-    """Lets the launcher say, once for all workers, that no coordinator answers; False if it cannot."""
+    """Lets the launcher say, once for all workers, why no coordinator admits them; False if it cannot."""
     from paceline._session.launcher_pipe import notify_launcher
 
     return notify_launcher(str(error), key=type(error).__name__)

@@ -87,7 +87,7 @@ class Worker:
         self._blamed: list[int] = []
         self._lost_mate = False
         self._unfinished = False
-        self._met_others = False
+        self._used_paceline = False
         self.alone = False
         """True if its script has ended without having looked for other workers."""
         self._go: int | None = None
@@ -197,10 +197,10 @@ class Worker:
             return None
         if not isinstance(record, dict):
             return None
-        if record.get("kind") in ("view", "waiting"):
-            self._met_others = True  # also if a process that it has forked says so
-        elif record.get("kind") == "alone":
-            self.alone = not self._met_others
+        if record.get("kind") == "alone":
+            self.alone = not self._used_paceline
+        else:
+            self._used_paceline = True
         if record.get("kind") == "view" and record.get("pid") == self.pid:
             rank = record.get("rank")
             if type(rank) is int and rank >= 0:  # True is an int too
