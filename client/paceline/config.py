@@ -50,8 +50,8 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_COORDINATOR_ENDS": "set by `paceline run-rank` and `paceline.run`: 1 if nobody starts the coordinator "
     "again when it has ended",
     "PACELINE_JOB": "name of the job (default: 'default')",
-    "PACELINE_MIN_WORKERS": "the first view forms with at least this many workers",
-    "PACELINE_MAX_WORKERS": "no view has more workers than this",
+    "PACELINE_MIN_WORKERS": "the job starts with at least this many workers",
+    "PACELINE_MAX_WORKERS": "the job never has more workers than this",
     "PACELINE_RANK": "explicit rank; PACELINE_WORLD_SIZE must be set too",
     "PACELINE_WORLD_SIZE": "explicit number of workers",
     "PACELINE_ADVERTISE": "host or host:port at which peers reach this worker",
@@ -78,7 +78,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_FLIGHT_DIR": "folder for the last operations, written on SIGUSR2 and when a generation fails (default: "
     "paceline-UID/flight in the temporary directory); 'off' for none",
     "PACELINE_TRACEBACK": "1: show the stack of a PacelineError under `paceline run`, and of Ctrl-C",
-    "PACELINE_JOIN_TIMEOUT": "seconds to wait for the first view",
+    "PACELINE_JOIN_TIMEOUT": "seconds to wait until the job starts",
     "PACELINE_FAILURE_TIMEOUT": "seconds of silence after which a member counts as lost",
     "PACELINE_STEP_TIMEOUT": "seconds to wait for a member that has not entered a collective",
     "PACELINE_CALL_TIMEOUT": "seconds for a call to the coordinator: store, barrier",

@@ -103,13 +103,14 @@ def _with_way_out(state: JobState, view: View, text: str) -> str:
 def _running(state: JobState, live: View) -> Decision:
     size = live.settings.replica_size
     there = (len(live.seats) - len(state.endings)) // size
-    member = "member" if size == 1 else "replica"
-    text = f"generation {live.generation} is running with {there} {_plural(member, there)}"
+    text = f"{there} {noun(live.settings, there)} {'is' if there == 1 else 'are'} training"
     if live.lost:
         text += f"; {live.lost}"
     version = _why_old(state, live) if live.version < OURS.newest else ""
     if live.base is None:
-        return Decision(None, f"{text}{version}; a newcomer waits until it ends")
+        if count := len(state.candidates()) // size:
+            version += f"; {count} more {'waits' if count == 1 else 'wait'} until they have ended"
+        return Decision(None, text + version)
     if state.candidates() and (reason := _with_way_out(state, live, text)) != text:
         return Decision(None, reason)
     text += version
@@ -134,7 +135,7 @@ def _why_old(state: JobState, live: View) -> str:
     What a member that is away speaks may not be known. So nobody is named before all are there: otherwise the sentence
     would change, and be logged, with each member that comes back.
     """
-    text = f"; it speaks version {live.version} of the protocol"
+    text = f"; their generation speaks version {live.version} of the protocol"
     there = state.present()
     old = [live.seats[s.rank].short_label for s in there if s.rank is not None and s.versions.newest == live.version]
     if not old or any(session.stream is None for session in there):

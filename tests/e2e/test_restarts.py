@@ -144,7 +144,7 @@ def test_a_worker_that_repeatedly_dies_at_once_is_given_up(folder: str) -> None:
         assert run.wait() == 3, str(run)
     assert len(pids(run)) == 3
     assert run.stderr.splitlines()[-1] == (
-        "paceline: giving up on worker #0: it failed 3 times in a row within 5 s, before it was in a view; "
+        "paceline: giving up on worker #0: it failed 3 times in a row within 5 s, before it had joined the job; "
         f"the last process (pid {pids(run)[2]}) ended with exit code 3"
     )
 

@@ -39,7 +39,7 @@ def test_reading_rank_before_steps_warns_and_fails_for_a_newcomer() -> None:
         with workers(1, CODE, COORDINATOR=address, **environment) as (late,):
             for name in ("rank", "size"):
                 told = late.expect("has")
-                assert told["text"].startswith(f"session.{name} is not known: this worker is in no view yet: job")
+                assert told["text"].startswith(f"session.{name} is not known: job 'default' is training, with 1 rank,")
                 assert "this worker enters at its first step" in told["text"]
                 assert "paceline.once_per_host" in told["text"]
                 assert (told["members"], told["generation"]) == (0, 0)

@@ -143,10 +143,9 @@ class LineClient:
         """Handles a message of the coordinator about the line."""
         match message:
             case Running():
-                text = (
-                    f"this worker is in no view yet: job {self._job!r} is running with {message.members.world_size} "
-                    "members, and this worker enters at its first step of session.steps()"
-                )
+                size = message.members.world_size
+                there = f"job {self._job!r} is training, with {size} rank{'s'[: size != 1]}"
+                text = f"{there}, and this worker enters at its first step of session.steps()"
                 self._running = message
                 self._start(self._learn_members(message))
                 self._stand_by(text)

@@ -154,7 +154,7 @@ class Restarts:
         if slot.at_once >= GIVE_UP_AFTER:
             return Restart(
                 f"giving up on {end.label}: it failed {slot.at_once} times in a row within {AT_ONCE_S:g} s, before "
-                f"it was in a view; the last process (pid {end.pid}) {end.how}"
+                f"it had joined the job; the last process (pid {end.pid}) {end.how}"
             )
         if slot.used >= self._limit:
             used_up = "its only restart is" if self._limit == 1 else f"its {self._limit} restarts are"

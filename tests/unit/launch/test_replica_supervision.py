@@ -167,7 +167,7 @@ def test_a_replica_that_dies_at_once_three_times_is_given_up() -> None:
         for slot in supervision.restarts_due(now + 0.9):
             supervision.began(slot, now + 0.9)
     assert said[-1] == (
-        "giving up on replica 0: it failed 3 times in a row within 5 s, before it was in a view; "
+        "giving up on replica 0: it failed 3 times in a row within 5 s, before it had joined the job; "
         "the last process (pid 100) ended with exit code 1; the others go on"
     )
 

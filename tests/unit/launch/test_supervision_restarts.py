@@ -76,6 +76,6 @@ def test_giving_up_reports_the_worker_the_exit_and_the_failure_count() -> None:
         restarts.began(2, now)
         last = restarts.failed(AT_ONCE, now + 0.5)
     assert last.text == (
-        "giving up on worker #2: it failed 3 times in a row within 5 s, before it was in a view; "
+        "giving up on worker #2: it failed 3 times in a row within 5 s, before it had joined the job; "
         "the last process (pid 4711) ended with exit code 1"
     )

@@ -368,7 +368,7 @@ def test_an_orderly_leave_does_not_void_the_view() -> None:
     effects = job.leave(second)
     assert effects[:2] == [StoreEnding(1, 1, Ending("left the job", orderly=True)), EndSession(second, None)]
     assert job.state.live is not None
-    assert job.reason == "generation 1 is running with 1 member; a newcomer waits until it ends"
+    assert job.reason == "1 worker is training"
     assert job.leave(first)[-1] == ForgetView(1)
     assert (job.state.view, job.state.verdict, job.state.sessions) == (None, None, {})
 

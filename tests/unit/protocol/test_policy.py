@@ -91,7 +91,7 @@ def test_a_newcomer_waits_while_a_generation_is_live() -> None:
     job = PureJob()
     job.form(2)
     job.join(2, 2)
-    assert Send("m3", Waiting("generation 1 is running with 2 members; a newcomer waits until it ends")) in job.effects
+    assert Send("m3", Waiting("2 workers are training; 1 more waits until they have ended")) in job.effects
 
 
 def test_workers_beyond_max_workers_wait() -> None:

@@ -88,9 +88,9 @@ def test_a_replica_joins_once_all_its_ranks_are_ready() -> None:
     job.trains("A")
     job.come("B0", "B1")
     job.meet("B0")
-    assert job.reason == "generation 2 is running with 1 replica"
+    assert job.reason == "1 replica is training"
     job.meet("B1")
-    assert job.reason == "generation 2 is running with 1 replica; 1 new replica will join after this step"
+    assert job.reason == "1 replica is training; 1 new replica will join after this step"
     job.meet("A0", "A1", tag=Tag(2, 1))
     assert job.seats() == job.replica("A", "B")
     assert job.state.live.newcomers == (2, 3)
@@ -110,7 +110,7 @@ def test_a_replica_of_which_one_rank_trains_something_else_gets_no_seat() -> Non
     job.meet("B0")
     effects = job.meet("B1", manifest=b"other")
     assert job.told(effects, Mismatch)["B1"].donor.member_id == job.ids["A1"]
-    assert job.reason == "generation 2 is running with 1 replica"
+    assert job.reason == "1 replica is training"
     job.meet("A0", "A1", tag=Tag(2, 1))
     assert job.seats() == job.replica("A")
 

@@ -37,7 +37,7 @@ def restarted(verdict: Verdict | None = None, endings: dict[int, Ending] | None 
 
 def test_members_of_the_stored_view_may_resume() -> None:
     job = restarted()
-    assert job.reason == "generation 7 is running with 3 members; a newcomer waits until it ends"
+    assert job.reason == "3 workers are training"
     assert [type(effect).__name__ for effect in job.resume("m1", 7)] == ["Welcome"]
 
 

@@ -62,11 +62,7 @@ def test_a_restored_view_keeps_its_stored_version() -> None:
     later = again(job)
     told = [formed for member in ("m1", "m2") for _, formed in sent(later.resume(member, 0), ViewFormed)]
     assert [formed.version for formed in told] == [8, 8]
-    assert (
-        later.reason
-        == "generation 1 is running with 2 members; it speaks version 8 of the protocol; a newcomer "
-        + ("waits until it ends")
-    )
+    assert later.reason == "2 workers are training; their generation speaks version 8 of the protocol"
 
 
 def test_the_reason_names_members_without_a_newer_version() -> None:
@@ -75,9 +71,11 @@ def test_the_reason_names_members_without_a_newer_version() -> None:
     assert "speaks version 8 of the protocol, because rank 1 (host-2), rank 2 (host-3) speak no newer one" in job.reason
     later = again(job)
     later.resume("m1", 1)
-    assert "it speaks version 8 of the protocol; a newcomer" in later.reason, "nobody knows what the others speak"
+    assert later.reason.endswith("their generation speaks version 8 of the protocol"), (
+        "nobody knows what the others speak"
+    )
     later.resume("m2", 1, versions=LAST)
-    assert "it speaks version 8 of the protocol; a newcomer" in later.reason
+    assert "their generation speaks version 8 of the protocol" in later.reason
     later.resume("m3", 1)
     assert "because rank 1 (host-2) speaks no newer one" in later.reason
 
