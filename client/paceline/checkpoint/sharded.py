@@ -73,7 +73,9 @@ class ShardedSaver:
     The copy of this rank's part stays in memory that is allocated once. Used by one thread.
 
     Args:
-        directory, group, keep: as for `save_sharded`.
+        directory: as for `save_sharded`.
+        group: as for `save_sharded`.
+        keep: as for `save_sharded`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], group: Group, *, keep: int = 2) -> None:
