@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._elastic_batches import BatchPart, ElasticBatches
     from paceline.torch._index_shards import index_shards
+    from paceline.torch._launchers_world import leave_launchers_world
     from paceline.torch._local_training import DiLoCo, LocalSGD
     from paceline.torch._replicate import Replicated, replicate
     from paceline.torch._stream_loader import ElasticStreamLoader
