@@ -180,7 +180,7 @@ def _naming(mark: str, folders: tuple[str, ...]) -> list[str]:
 
 
 def main() -> int:
-    """Runs the named stage; returns the exit code of the first command that fails, else 0."""
+    """Runs the named stage, all its commands though one fails; returns the exit code of the first that does, else 0."""
     if not sys.argv[1:]:
         print("\n".join(f"{name}\t{stage.about}" for name, stage in STAGES.items()))
         return 0
@@ -191,11 +191,11 @@ def main() -> int:
     if stage.venv == str(NEWEST):  # another clone may have installed its code there: ours comes first
         plug_ins = sorted(map(str, (ROOT / "integrations").glob("*")))
         environment["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / name) for name in _PACKAGES), *plug_ins])
+    codes = []
     for command in commands(stage):
         print(shlex.join(command), flush=True)
-        if code := subprocess.run(command, env=environment).returncode:
-            return code
-    return 0
+        codes.append(subprocess.run(command, env=environment).returncode)
+    return next(filter(None, codes), 0)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -33,6 +35,21 @@ def test_tests_marked_alone_run_after_the_others_and_one_by_one() -> None:
     assert "-n" in together
     assert alone[2].endswith(" and alone")
     assert "-n" not in alone
+
+
+def test_a_failure_among_the_first_does_not_hide_those_that_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = {"first": 1, "second": 5, "third": 0}
+    ran: list[str] = []
+
+    def run(command: list[str], env: object) -> subprocess.CompletedProcess[str]:
+        ran.extend(command)
+        return subprocess.CompletedProcess(command, codes[command[0]])
+
+    monkeypatch.setattr(stages, "commands", lambda stage: [[name] for name in codes])
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["stages.py", "fast"])
+    assert stages.main() == 1
+    assert ran == ["first", "second", "third"]
 
 
 def test_marks_that_select_files_are_required_in_these_files() -> None:
