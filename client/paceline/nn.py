@@ -18,7 +18,17 @@ from paceline.errors import SizeMismatch
 __all__ = ["Linear", "ReLU", "Sequential", "softmax_cross_entropy"]
 
 
-class Linear:
+class _Layer:
+    """A module that may be called: `layer(x)` is `layer.forward(x)`, as for `paceline.DDP`."""
+
+    def __call__(self, x: Any) -> Any:
+        return self.forward(x)
+
+    def forward(self, x: Any) -> Any:
+        raise NotImplementedError
+
+
+class Linear(_Layer):
     """y = x W^T + b.
 
     Args:
@@ -38,6 +48,10 @@ class Linear:
         self.weight = Parameter((rng.standard_normal((outputs, inputs)) * scale).astype(dtype))
         self.bias = Parameter(np.zeros(outputs, dtype))
         self._x: NDArray[Any] | None = None
+
+    def __repr__(self) -> str:
+        outputs, inputs = self.weight.shape
+        return f"Linear({inputs}, {outputs})"
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields weight and bias."""
@@ -60,11 +74,14 @@ class Linear:
         return dx
 
 
-class ReLU:
+class ReLU(_Layer):
     """y = max(x, 0), element by element."""
 
     def __init__(self) -> None:
         self._positive: NDArray[np.bool_] | None = None
+
+    def __repr__(self) -> str:
+        return "ReLU()"
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields nothing."""
@@ -83,7 +100,7 @@ class ReLU:
         return dx
 
 
-class Sequential:
+class Sequential(_Layer):
     """Modules one after the other. Parameters are named "0.weight", "0.bias", "2.weight", ...
 
     Args:
@@ -92,6 +109,9 @@ class Sequential:
 
     def __init__(self, *modules: Module) -> None:
         self.modules = modules
+
+    def __repr__(self) -> str:
+        return f"Sequential({', '.join(map(repr, self.modules))})"
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yields the parameters of all modules, first to last."""

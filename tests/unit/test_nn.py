@@ -102,3 +102,13 @@ def test_parameters_and_buffers_have_paths_in_module_order(rng: np.random.Genera
     model = nn.Sequential(nn.Linear(2, 2, rng=rng), nn.Sequential(Shift(), nn.Linear(2, 2, rng=rng)))
     assert [path for path, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.1.weight", "1.1.bias"]
     assert [path for path, _ in model.named_buffers()] == ["1.0.mean"]
+
+
+def test_a_layer_may_be_called_and_its_repr_shows_its_sizes(rng: np.random.Generator) -> None:
+    model = nn.Sequential(nn.Linear(4, 16, rng=rng), nn.ReLU(), nn.Linear(16, 3, rng=rng))
+    x = rng.standard_normal((5, 4)).astype(np.float32)
+    assert np.array_equal(model(x), model.forward(x))
+    for module in model.modules:
+        assert np.array_equal(module(x), module.forward(x))  # type: ignore[operator]  # a `Module` need not be callable
+        x = module.forward(x)
+    assert repr(model) == "Sequential(Linear(4, 16), ReLU(), Linear(16, 3))"
