@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 from paceline._base.arrays import Array
 from paceline.compression import Memory
+
+Op: TypeAlias = Literal["sum", "mean", "avg", "prod", "min", "max", "band", "bor", "bxor"]
+"""The ops that `_collectives/arithmetic.py` knows."""
+
+Order: TypeAlias = Literal["fastest", "rank", "tree"]
+"""The orders in which a total may be summed; see `Collectives`."""
 
 
 class Options(TypedDict, total=False):
@@ -21,19 +27,19 @@ class RootedOptions(Options, total=False):
 
 
 class ReduceOptions(RootedOptions, total=False):
-    op: str
-    order: str
+    op: Op
+    order: Order
 
 
 class AllReduceOptions(Options, total=False):
-    op: str
-    order: str
+    op: Op
+    order: Order
     label: str
     divisor: Callable[[], float] | None
 
 
 class CompressedOptions(Options, total=False):
-    op: str
+    op: Op
     exact: int
     memory: Memory | None
     label: str

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -151,10 +151,12 @@ class Together:
                 "each row of the batch"
             )
 
-    def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, data: Any, reduction: Literal["sum", "mean", "max", "none"] = "sum", scale: float = 1.0) -> Any:
         """Returns the sum, the mean or the maximum over the workers; `scale` has a meaning only on XLA."""
         if reduction not in ("sum", "mean", "max", "none"):
             raise UnsupportedOp(f"accelerator.reduce(reduction={reduction!r})")
+        if reduction == "none":
+            return data
 
         def reduced(tensor: torch.Tensor) -> torch.Tensor:
             values = tensor.detach().cpu()
@@ -162,7 +164,7 @@ class Together:
             total = self._group.all_reduce(values.numpy(), op=reduction)
             return torch.from_numpy(np.asarray(total)).to(tensor.device, tensor.dtype)
 
-        return data if reduction == "none" else recursively_apply(reduced, data, error_on_other_type=True)
+        return recursively_apply(reduced, data, error_on_other_type=True)
 
     def pad(self, data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pads tensors to the longest of all workers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class _Changed:
         """Logged values whose mean over an epoch is asked for."""
         self.sums: list[_Value] = []
         self.lists: list[_Value] = []
-        self.extremes: dict[str, list[_Value]] = {"min": [], "max": []}
+        self.extremes: dict[Literal["min", "max"], list[_Value]] = {"min": [], "max": []}
 
 
 class Gains:
@@ -150,7 +150,9 @@ class Gains:
                 continue
             changed.names.append(key)
             meta = result.meta
-            extreme = "min" if meta.is_min_reduction else "max" if meta.is_max_reduction else ""
+            extreme: Literal["min", "max", ""] = (
+                "min" if meta.is_min_reduction else "max" if meta.is_max_reduction else ""
+            )
             if extreme:
                 names = [
                     name for name, is_kept in (("_forward_cache", meta.on_step), ("value", meta.on_epoch)) if is_kept
@@ -187,7 +189,9 @@ class Gains:
                         "with dist_reduce_fx sum, min, max, or cat for lists, can"
                     )
 
-    def _share_extremes(self, group: paceline.Group, op: str, values: Sequence[_Value], *, counts: bool) -> None:
+    def _share_extremes(
+        self, group: paceline.Group, op: Literal["min", "max"], values: Sequence[_Value], *, counts: bool
+    ) -> None:
         if not values:
             return
         terms = [_flat(value.mine) for value in values]

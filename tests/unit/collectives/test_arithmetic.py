@@ -1,12 +1,15 @@
 """Which op exists for which dtype, and how a mean keeps from overflowing."""
 
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from paceline._collectives import arithmetic
 from paceline._collectives.arithmetic import reduction
+from paceline._collectives.tasks import ORDERS
+from paceline._group.call_options import Op, Order
 from paceline.errors import UnsupportedOp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -47,6 +50,15 @@ def test_mean_scales_by_a_power_of_two_and_divides_by_the_rest() -> None:
 def test_an_op_undefined_for_a_dtype_is_refused_with_a_reason(op: str, dtype: Any, why: str) -> None:
     with pytest.raises(UnsupportedOp, match=why):
         reduction(op, np.dtype(dtype))
+
+
+def test_signatures_and_the_error_of_an_unknown_op_list_all_ops() -> None:
+    known = {*arithmetic._TABLE, *arithmetic._ALSO}
+    assert set(get_args(Op)) == known
+    assert set(get_args(Order)) == set(ORDERS)
+    with pytest.raises(UnsupportedOp) as caught:
+        reduction("summ", np.dtype("f4"))
+    assert set(str(caught.value).partition("the known ones are ")[2].split(", ")) == known
 
 
 def test_avg_is_an_alias_of_mean() -> None:

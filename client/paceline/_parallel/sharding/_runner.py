@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from paceline._base.sum_order import EVEN, Node, SumOrder
 from paceline._base.work import Work
 from paceline._group import Group
+from paceline._group.call_options import Order
 from paceline._parallel._parameter import Parameter
 from paceline._parallel._transport import NO_FIXED_ORDER
 from paceline._parallel.sharding._flat import Flat
@@ -143,7 +144,7 @@ class Scattering:
                 async_op=True,
             )
 
-    def _order_of(self, sent: NDArray[Any]) -> str:
+    def _order_of(self, sent: NDArray[Any]) -> Order:
         """Returns "rank" for values in fewer bits, which are then summed in float32 and rounded once."""
         return "fastest" if sent.dtype == self.flat.dtype else "rank"
 
