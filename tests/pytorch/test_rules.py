@@ -230,6 +230,25 @@ def test_a_wrapped_optimizer_trains_and_its_hook_is_removed(session: Any) -> Non
     assert hooks == before
 
 
+def test_code_of_a_step_outside_of_its_block_is_refused_with_the_remedy(session: Any) -> None:
+    training = Training(session)
+    steps = session.steps(paceline.TrainState(**training.parts), total=3)
+    next(steps)
+    with pytest.raises(StepOrderError, match="All code of a step belongs inside `with step:`"):
+        training.model(torch.ones(4, 3)).square().sum().backward()
+    with pytest.raises(StepOrderError, match="call it inside `with step:`"):
+        training.optimizer.step()
+    steps.close()
+
+
+def test_a_forgotten_update_is_warned_of_once(session: Any, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(session)
+    training.run(inside=lambda step: training.model(torch.ones(4, 3)).square().sum().backward())
+    assert training.applied == 0
+    (told,) = [record.getMessage() for record in caplog.records if "optimizer.step()" in record.getMessage()]
+    assert told.startswith("all ranks skip step 1, because none called optimizer.step() in its block")
+
+
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_missing_parts_of_an_fsdp_training_state_are_refused(strategy: str, session: Any) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))

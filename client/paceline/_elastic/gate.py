@@ -50,8 +50,9 @@ HALF_UPDATED = (
 )
 
 BETWEEN_STEPS = (
-    "a collective between two steps: if a worker were lost in it, nothing would run it again. Call it in "
-    "`for attempt in session.retry(): with attempt: ...`, or inside `with step:` before optimizer.step(). "
+    "a collective between two steps: if a worker were lost in it, nothing would run it again. All code of a step "
+    "belongs inside `with step:`, and a collective between two steps into "
+    "`for attempt in session.retry(): with attempt: ...`. "
     "If the loop was left by `break`, close or delete its iterator first"
 )
 """The text of the error that refuses a collective between two steps."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
 from paceline._base.arrays import keep_frame_memory
+from paceline._base.numbers import is_whole
 from paceline._base.processes import check_process
 from paceline._base.uncaught import install_hook
 from paceline._base.waits import loop_thread
@@ -204,10 +205,6 @@ def _first(argument: int | None, environ: Mapping[str, str], name: str) -> int |
         raise ValueError(f"{name} must be an integer, not {text!r}") from None
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
-
-
 def _membership(
     job: str,
     min_workers: int | None,
@@ -217,9 +214,9 @@ def _membership(
     rules: Rules,
 ) -> JoinRequest:
     for name, value in (("world_size", world_size), ("min_workers", min_workers), ("max_workers", max_workers)):
-        if value is not None and not _is_whole(value):
+        if value is not None and not is_whole(value):
             raise InvalidWorldSize(f"{name} must be a whole number, not {value!r}")
-    if rank is not None and not _is_whole(rank):
+    if rank is not None and not is_whole(rank):
         raise InvalidRank(f"rank must be a whole number, not {rank!r}")
     if (rank is None) != (world_size is None):
         raise InvalidRank("rank and world_size go together: give both, or neither")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline._base.numbers import checked_whole
 from paceline._base.shares import Shares, range_of
 from paceline.errors import InvalidRank, InvalidWorldSize
 
@@ -65,6 +66,7 @@ class ElasticSampler:
     Raises:
         ValueError: n or B is below 1, V, K or the seed is negative, not exactly one kind of batch was given, or
             microbatches with `per_rank_batch`, or `check_every` without microbatches or without `same_bits`.
+        TypeError: one of these is no whole number.
     """
 
     def __init__(
@@ -81,18 +83,17 @@ class ElasticSampler:
     ) -> None:
         if (global_batch is None) == (per_rank_batch is None):
             raise ValueError("give either global_batch or per_rank_batch")
-        size = global_batch if per_rank_batch is None else per_rank_batch
-        assert size is not None
-        if n < 1 or size < 1 or seed < 0:
-            raise ValueError(f"n and the batch must be at least 1 and seed at least 0, not {n}, {size} and {seed}")
-        if microbatches < 0 or (microbatches and per_rank_batch is not None):
-            raise ValueError(
-                f"microbatches={microbatches}: give 0 or more, and with microbatches global_batch, not per_rank_batch"
-            )
-        if check_every < 0 or (check_every and not (microbatches and same_bits)):
-            raise ValueError(
-                f"check_every={check_every}: give 0 or more, and with it microbatches, and leave same_bits=True"
-            )
+        n, seed = checked_whole("n", n, 1), checked_whole("seed", seed, 0)
+        microbatches = checked_whole("microbatches", microbatches, 0)
+        check_every = checked_whole("check_every", check_every, 0)
+        if per_rank_batch is None:
+            size = checked_whole("global_batch", global_batch, 1)
+        else:
+            size = checked_whole("per_rank_batch", per_rank_batch, 1)
+        if microbatches and per_rank_batch is not None:
+            raise ValueError(f"microbatches={microbatches} with per_rank_batch: give global_batch")
+        if check_every and not (microbatches and same_bits):
+            raise ValueError(f"check_every={check_every} needs microbatches, and same_bits=True")
         self.microbatches = microbatches
         self.check_every = check_every
         self.same_bits = bool(microbatches) and same_bits

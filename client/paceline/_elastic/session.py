@@ -197,6 +197,7 @@ class Session(abc.ABC):
         Raises:
             Dismissed: this worker has nothing more to do.
             StepVoid: a step failed five times in a row; the text has the causes.
+            TypeError: `total` or `seed` is no whole number.
             ValueError: an argument is out of range, or `state` lacks a model that its optimizers train, or a scheduler.
             StepOrderError: a collective came after `optimizer.step()` or between steps, or `optimizer.step()` outside
                 of a step; the state changed where it must not, or by an optimizer that is no part of it; or the state

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from paceline._base.numbers import checked_whole
 from paceline._base.uncaught import is_let_go, takers, users_place
 from paceline._elastic.balance import Balance
 from paceline._elastic.job_line import JobLine
@@ -56,14 +57,14 @@ def make_loop(
     replay: Replay | None = None,
 ) -> TrainingLoop:
     """Makes a member's loop; communicates only with mates. With a `replay`, it begins there, and writes nothing."""
-    if total < 1 or seed < 0:
-        raise ValueError(f"total must be at least 1 and seed at least 0, not {total} and {seed}")
+    total, seed = checked_whole("total", total, 1), checked_whole("seed", seed, 0)
     if not state.is_whole:
         raise StepOrderError(
             "the training state is half changed: a step or a load was interrupted. Load a checkpoint with "
             "state.load_state_dict(...), or create its objects again"
         )
     _check_microbatches(state, job_line.group)
+    _check_batch(state)
     _check_replica(job_line.mates, state, receipts=receipts is not None)
     balancer = _make_balance(job_line.mates, state) if balance else None
     if job_line.config.drain_stragglers and not balance:
@@ -143,6 +144,17 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
         )
     if state.uses_fsdp and state.sampler is not None and state.sampler.check_every:
         raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
+
+
+def _check_batch(state: TrainState) -> None:
+    """Warns of a batch that is larger than an epoch, which may be meant, as in a test with few samples."""
+    sampler = state.sampler
+    if sampler is not None and (size := sampler.batch_size(1)) > sampler.n:
+        tell_once(
+            _log,
+            f"{sampler}: a batch of {size} is larger than an epoch of {sampler.n} samples, so each step takes all "
+            f"{sampler.n}. Give the sampler the number of samples, not of batches, or a smaller batch",
+        )
 
 
 def _make_balance(mates: Alone, state: TrainState) -> Balance:

@@ -54,6 +54,11 @@ _log = logging.getLogger("paceline.elastic")
 _UPDATED = 0x9E3779B9
 """XORed into a word's digest if the optimizer ran in the step before; any number but 0."""
 
+_SKIPPED = (
+    "all ranks skip step %d, because none called optimizer.step() in its block. If that was not meant, call it after "
+    "the backward pass. session.stats() counts skipped steps, and the samples that they leave out"
+)
+
 
 class TrainingLoop:
     """One member's way through the steps of a job.
@@ -100,7 +105,7 @@ class TrainingLoop:
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
         self._blocks = FinishedBlocks()
-        self._overtaken = self._stops = False
+        self._overtaken = self._stops = self._has_skipped = False
         self._skipped = 0  # the step that all members have agreed to skip in this generation
         self._last_update = 0
         self._large: list[NDArray[Any]] = []
@@ -242,8 +247,9 @@ class TrainingLoop:
             self._pace.applied(step, is_over=over)
         elif step.passed:
             self._counters.step_skipped(step.number, step.left_out)
-            text = "all ranks skip step %d: none made an update. session.stats() counts the samples that are left out"
-            tell_once(_log, text % step.number, key="skipped")
+            if not self._has_skipped:
+                tell_once(_log, _SKIPPED % step.number, key="skipped")
+            self._has_skipped = True
         else:
             self._counters.step_undone()
         if step.passed and step.number >= self.guard.asked[0]:

@@ -80,9 +80,12 @@ def test_order_is_the_same_in_every_version() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    for arguments in [(0, 1, 0), (1, 0, 0), (1, 1, -1)]:
-        with pytest.raises(ValueError, match="n and the batch must be at least 1"):
+    for arguments, text in [((0, 1), "n must be"), ((1, 0), "global_batch must be"), ((1, 1, -1), "seed must be")]:
+        with pytest.raises(ValueError, match=f"{text} at least [01], not"):
             ElasticSampler(*arguments)
+    for odd in ("4", 4.0, True):
+        with pytest.raises(TypeError, match=f"global_batch must be a whole number, not {odd!r}"):
+            ElasticSampler(4, odd)  # type: ignore[arg-type]
     sampler = ElasticSampler(4, 2)
     with pytest.raises(ValueError, match="negative"):
         sampler.batch(-1)

@@ -264,6 +264,34 @@ def test_a_step_that_is_not_entered_is_an_error(session: Any) -> None:
         next(steps)
 
 
+def test_code_of_a_step_outside_of_its_block_is_refused_with_the_remedy(session: Any) -> None:
+    model = paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))
+    ddp = paceline.DDP(model, session.group)
+    state = paceline.TrainState(model=ddp, optimizer=paceline.optim.SGD(ddp, lr=0.1))
+    steps = session.steps(state, total=1)
+    next(steps)
+    dy = ddp(np.ones((4, 2), np.float32))
+    with pytest.raises(StepOrderError, match="All code of a step belongs inside `with step:`"):
+        ddp.backward(dy)
+    with pytest.raises(StepOrderError, match="call it inside `with step:`"):
+        state.given["optimizer"].step()
+    steps.close()
+
+
+def test_a_forgotten_update_is_warned_of_once(session: Any, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training()
+    training.run(session, 3, inside=lambda step: training.compute(step.indices))
+    (told,) = [record.getMessage() for record in caplog.records if "optimizer.step()" in record.getMessage()]
+    assert told.startswith("all ranks skip step 1, because none called optimizer.step() in its block. If that was not")
+
+
+def test_a_batch_above_the_samples_is_warned_of(session: Any, caplog: pytest.LogCaptureFixture) -> None:
+    Training(paceline.ElasticSampler(SAMPLES, global_batch=SAMPLES)).run(session, 1)
+    assert "larger than an epoch" not in caplog.text
+    Training(paceline.ElasticSampler(SAMPLES, global_batch=SAMPLES + 1)).run(session, 1)
+    assert f"a batch of {SAMPLES + 1} is larger than an epoch of {SAMPLES} samples" in caplog.text
+
+
 def test_a_second_loop_is_refused_while_one_is_running(session: Any) -> None:
     training = Training()
     steps = session.steps(training.state, total=2)
@@ -309,8 +337,11 @@ def test_batch_attributes_without_a_sampler_are_refused(session: Any) -> None:
 
 def test_bad_arguments_are_refused(session: Any) -> None:
     for settings in ({"total": 0}, {"total": 1, "seed": -1}, {"total": 1, "checkpoint_every": 1}):
-        with pytest.raises(ValueError, match=r"total must be at least 1|checkpoint_every"):
+        with pytest.raises(ValueError, match=r"total must be at least 1|seed must be at least 0|checkpoint_every"):
             session.steps(Training().state, **settings)
+    for odd in ("5", 5.0, True, None):
+        with pytest.raises(TypeError, match=f"total must be a whole number, not {odd!r}"):
+            session.steps(Training().state, total=odd)
     with pytest.raises(UnsupportedOp, match="is a set"):
         session.steps(paceline.TrainState(notes={"n": {1}}), total=1)
     assert Training().run(session, 1).state.step == 1

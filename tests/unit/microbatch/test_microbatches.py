@@ -448,9 +448,9 @@ def test_a_job_may_not_have_more_workers_than_microbatches() -> None:
 
 
 def test_per_rank_batches_with_microbatches_are_refused() -> None:
-    with pytest.raises(ValueError, match="not per_rank_batch"):
+    with pytest.raises(ValueError, match="with per_rank_batch: give global_batch"):
         paceline.ElasticSampler(30, per_rank_batch=4, microbatches=4)
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match="microbatches must be at least 0"):
         paceline.ElasticSampler(30, global_batch=4, microbatches=-1)
 
 
