@@ -9,7 +9,8 @@ PacelineError
     StoreConflict                       a store value that cannot be used as asked
     LimitExceeded                       a limit on size or number
     CollectiveMismatch                  members called different collectives, or one with different arguments
-    ConcurrentUse (RuntimeError)        two threads in the collectives of one group, in an order that ranks cannot share
+    ConcurrentUse (RuntimeError)        two threads in the collectives of one group, in an order that ranks cannot
+                                        share, or one thread with two sessions in one job
     PeerLost (ConnectionError)          a member died, froze, was cut off or left
         PeerBrokeProtocol               a member sent what the protocol does not allow
         PeerRaised                      a member's own code raised, or was interrupted, inside a collective
@@ -122,7 +123,10 @@ class CollectiveMismatch(PacelineError):
 
 
 class ConcurrentUse(PacelineError, RuntimeError):
-    """Two threads were in the collectives of one group at once, in an order that need not be that of other ranks."""
+    """Two threads were in the collectives of one group at once, in an order that need not be that of other ranks.
+
+    Or one thread asked for a second session in its job, which would wait for the first.
+    """
 
 
 class PeerLost(PacelineError, ConnectionError):

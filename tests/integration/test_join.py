@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -279,10 +280,35 @@ def test_a_torchrun_worker_takes_its_rank_from_torchrun(of_torchrun: pytest.Monk
         with ThreadPoolExecutor(1) as pool:
             other = pool.submit(paceline.join, address, rank=0, world_size=2, config=QUICK)
             with paceline.join(address, config=QUICK) as session, other.result():
-                assert (session.rank, session.size, session.all_start_again) == (1, 2, True)
+                assert (session.rank, session.size, session._all_start_again) == (1, 2, True)
 
 
 def test_a_torchrun_worker_with_min_workers_joins_an_elastic_job(of_torchrun: pytest.MonkeyPatch) -> None:
     of_torchrun.setenv("PACELINE_MIN_WORKERS", "1")
     with coordinator() as address, paceline.join(address) as session:
-        assert (session.rank, session.size, session.all_start_again) == (0, 1, False)
+        assert (session.rank, session.size, session._all_start_again) == (0, 1, False)
+
+
+def test_a_second_join_of_one_thread_is_refused_at_once_and_another_thread_may_join() -> None:
+    with coordinator() as address, ThreadPoolExecutor(1) as pool:
+        first = paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK)
+        begun = time.monotonic()
+        with pytest.raises(paceline.ConcurrentUse, match=r"in job 'again' already, .*rank 0 of 1.*session\.close\(\)"):
+            paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK)
+        assert time.monotonic() - begun < QUICK.join_timeout / 2
+        with paceline.join(address, job="another", config=QUICK):
+            pass
+        of_other_thread = pool.submit(paceline.join, address, job="again", min_workers=1, max_workers=2, config=QUICK)
+        wait_for_candidates(address, "again", 1)
+        first.close()
+        of_other_thread.result().close()
+        paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK).close()
+
+
+def test_a_closed_session_says_so() -> None:
+    session = paceline.join()
+    with contextlib.closing(session):
+        session.barrier("here")
+    session.close()
+    with pytest.raises(paceline.SessionClosed):
+        session.barrier("there")

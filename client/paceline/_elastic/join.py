@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
 from paceline._base.arrays import keep_frame_memory
@@ -25,7 +27,7 @@ from paceline._session.member import MemberConnection
 from paceline.config import Config, checked_timeout
 from paceline.credentials import Credentials
 from paceline.engines._catalogue import load_engine
-from paceline.errors import InvalidRank, InvalidWorldSize
+from paceline.errors import ConcurrentUse, InvalidRank, InvalidWorldSize
 
 ProcessGroup = Any
 """`torch.distributed.ProcessGroup`."""
@@ -33,6 +35,16 @@ ProcessGroup = Any
 DEFAULT_JOB = "default"
 MAX_JOB_BYTES = 128
 """Longest name of a job (session.proto)."""
+
+
+class _Here(threading.local):
+    """The last session of this thread in each job, by the coordinators' addresses and the job's name."""
+
+    def __init__(self) -> None:
+        self.joined: WeakValueDictionary[tuple[str, str], CoordinatedSession] = WeakValueDictionary()
+
+
+_here = _Here()
 
 
 def join(
@@ -77,7 +89,8 @@ def join(
             it is the inside of a replica. The call makes a Gloo group of these ranks.
 
     Returns:
-        The session; a context manager that leaves the job at its end.
+        The session; a context manager that leaves the job at its end. Without `with` call `Session.close`; a script
+        that ends without it leaves then.
 
     Raises:
         CoordinatorUnreachable: nobody, or no Paceline coordinator, answers at the address.
@@ -93,6 +106,7 @@ def join(
             credentials do not belong together; or `rank` was given with `replica`.
         TypeError: `replica` is no process group of torch; or None, as torch's default group is before it is made.
         ReplicaLost: another rank of the replica has ended.
+        ConcurrentUse: this thread has a session in the job already, which is not closed.
         ForkedSession: this process was forked from one that has joined.
     """
     check_process()
@@ -133,10 +147,17 @@ def join(
     load_engine(config.engine)
     if environ.get("PACELINE_COORDINATOR_ENDS", "") not in ("", "0"):
         coordinator_returns = False
+    addresses = CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT)
+    before = _here.joined.get((str(addresses), job))
+    if before is not None and before._needs_this_thread():
+        raise ConcurrentUse(
+            f"this thread is in job {job!r} already, and a second join would wait for its first session: use "
+            f"{before!r}, or end it before with session.close()"
+        )
     wanted.mates = mates = mates_of(replica)
     wanted.launch = launch_of(environ)
     joining = connect(
-        CoordinatorAddresses.parse(coordinator, default_port=DEFAULT_PORT),
+        addresses,
         wanted,
         config,
         advertise=advertise,
@@ -144,7 +165,8 @@ def join(
         coordinator_returns=coordinator_returns,
     )
     session = CoordinatedSession(joining.join(checked_timeout(config.join_timeout)), config, mates)
-    session.all_start_again = torchruns > 1
+    session._all_start_again = torchruns > 1
+    _here.joined[str(addresses), job] = session
     return session
 
 

@@ -57,10 +57,11 @@ class Session(abc.ABC):
     job: str
     group: Group
     store: Store
-    all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
+    _all_start_again = False  # True if all restart once one fails, as under torchrun: no worker joins later
     _line: TrainingLoop | None = None
     _mates: Alone = ALONE
     _left = False
+    _thread: threading.Thread | None = None  # the one that joined, or that runs the steps
     _at_end = False  # True once the script is past all that it does with the session
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]
@@ -220,9 +221,10 @@ class Session(abc.ABC):
         from paceline._microbatch.replay import Replay
 
         check_process()
+        self._thread = threading.current_thread()
         if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
-        if self._asked_early and self._line is None and not self.all_start_again:
+        if self._asked_early and self._line is None and not self._all_start_again:
             tell_once(
                 _log,
                 f"session.{self._asked_early} was read before session.steps(): a worker that is restarted would end "
@@ -415,6 +417,14 @@ class Session(abc.ABC):
             PacelineError: that could not be found out, or the last checkpoint could not be written.
         """
 
+    def close(self) -> None:
+        """Ends the session without an error: `leave()`, under the name by which Python closes things.
+
+        Raises:
+            StepOrderError, PacelineError: as for `leave`.
+        """
+        self.leave()
+
     def __repr__(self) -> str:
         group = getattr(self, "group", None)  # None while the session is being made
         if self._left or group is None:
@@ -485,11 +495,17 @@ class CoordinatedSession(Session):
         self.group = connection.group
         self.store = connection.store
         self._leave_lock = threading.Lock()
+        self._thread = threading.current_thread()
         self._left = False
         self._on_commit, self._on_view = [], []
-        self.after: Callable[[], None] = lambda: None
+        self._after: Callable[[], None] = lambda: None
         """Called when the session has ended, so that code which serves only this session can stop."""
         atexit.register(self._leave_at_exit)
+
+    def _needs_this_thread(self) -> bool:
+        """True if this session can go on only if the current thread, which joined it or runs its steps, calls it."""
+        in_view = not self._left and not self.group.mesh.fault.failed
+        return in_view and self._thread is threading.current_thread()
 
     def _over(self) -> errors.Dismissed | None:
         step = self._connection.inbox.done
@@ -538,7 +554,7 @@ class CoordinatedSession(Session):
         try:
             leave(self._connection, f"{type(cause).__name__}: {cause}".rstrip(": ") if own else "")
         finally:
-            self.after()
+            self._after()
         _log.debug("left job %r in %.3f s", self.job, time.monotonic() - start)
         if failure is not None:
             raise failure

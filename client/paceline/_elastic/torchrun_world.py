@@ -70,13 +70,13 @@ def join_torchruns_world(join: Callable[..., Session], world: int, seconds: floa
         with_rank = functools.partial(join, rank=rank, world_size=world)
         session = join_rank_0(with_rank, store, rank, seconds, number, cleanup)
         assert isinstance(session, CoordinatedSession)
-        session.after = cleanup.pop_all().close
+        session._after = cleanup.pop_all().close
     try:
         session.group.barrier(seconds)
     except BaseException as error:
         session.leave(error)
         raise
-    session.all_start_again = True
+    session._all_start_again = True
     return session
 
 
