@@ -93,9 +93,18 @@ class Step(StepBatch):
         self._mesh = group.mesh
         self._runner = runner
         self._small = state.small()
+        self._epoch, _ = state.position
         self.gate = StepGate(number, group, state, runner, word, digest, self._micro, mates)
         self._mates = mates
         self._passes_over = self._lacks_sums = False
+
+    def __repr__(self) -> str:
+        if self.left:
+            outcome = "applied" if self.applied else "skipped" if self.skipped else "undone"
+        else:
+            outcome = "in its block" if self.entered else "not entered"
+        again = f", attempt {self.attempt}" if self.attempt > 1 else ""
+        return f"<Step {self.number}, epoch {self._epoch}, rank {self.rank} of {self.world}{again}, {outcome}>"
 
     def keep_copy(self) -> None:
         """Copies the state, so that the step may communicate after an update; the copy is kept until the step ends.

@@ -32,6 +32,26 @@ def test_a_step_gives_its_number_batch_and_random_numbers(session: Any) -> None:
     np.testing.assert_array_equal(training.weights, undisturbed(4))
 
 
+def test_step_repr_shows_number_epoch_place_and_outcome(session: Any) -> None:
+    training, shown = Training(), []
+    for step in session.steps(training.state, total=4):
+        shown.append(repr(step))
+        with step:
+            shown.append(repr(step))
+            training.compute(step.indices)
+            if step.number == 1 and step.attempt == 1:
+                fail(session)
+                session.group.barrier()
+            if step.number != 2:
+                training.optimizer.step()
+        shown.append(repr(step))
+    first, second = "<Step 1, epoch 0, rank 0 of 1", "<Step 2, epoch 0, rank 0 of 1"
+    assert shown[:3] == [f"{first}, {outcome}>" for outcome in ("not entered", "in its block", "undone")]
+    assert shown[3:6] == [f"{first}, attempt 2, {outcome}>" for outcome in ("not entered", "in its block", "applied")]
+    assert shown[8] == f"{second}, skipped>"
+    assert shown[-1] == "<Step 4, epoch 1, rank 0 of 1, applied>"
+
+
 def test_training_with_steps_equals_plain_training(session: Any) -> None:
     training, plain = Training().run(session, 7), Training()
     for step in range(7):
