@@ -237,7 +237,7 @@ class PacelineRanks(RankSide):
 
     def links(self, collective: str) -> Sequence[str]:
         """Returns the kinds of links that are open for collectives, or for messages if `collective` is send_recv."""
-        mesh, purpose = self._group.mesh, _PURPOSES.get(collective, Purpose.COLLECTIVE)
+        mesh, purpose = self._group._core.mesh, _PURPOSES.get(collective, Purpose.COLLECTIVE)
         return [mesh.link(peer, purpose).kind for peer in mesh.linked(purpose)]
 
     @contextmanager
@@ -250,8 +250,8 @@ class PacelineRanks(RankSide):
         """Returns the schedule that the group's table chooses, or the forced one; None for send_recv."""
         if collective not in SCHEDULES:
             return None
-        nodes = nodes_of(self._group.mesh.peers)
-        return self._group.choose(collective, size, self.world, nodes=nodes).schedule
+        nodes = nodes_of(self._group._core.mesh.peers)
+        return self._group._core.choose(collective, size, self.world, nodes=nodes).schedule
 
 
 @contextmanager
@@ -260,13 +260,13 @@ def forced(group: Group, collective: str, schedule: str | None) -> Iterator[None
 
     All ranks must enter the block between the same two calls.
     """
-    ordinary = group.choose
+    ordinary = group._core.choose
     if schedule is not None:
-        group.choose = partial(choose, rules=only(collective, schedule))
+        group._core.choose = partial(choose, rules=only(collective, schedule))
     try:
         yield
     finally:
-        group.choose = ordinary
+        group._core.choose = ordinary
 
 
 def main(path: str, name: str, memory: str, *, threads: int) -> None:

@@ -126,7 +126,7 @@ def step(kind: str, case: Any, group: Any, microbatches: int) -> None:
         lo, hi = number * batch // microbatches, (number + 1) * batch // microbatches
         if kind == "microbatches":
             attempt.enter(turn)
-            group.set_order(turn)
+            group._core.set_order(turn)
             case.backward(slice(lo, hi), (hi - lo) / batch)
             attempt.leave(turn, whole=True)
         elif not turn.is_last:
@@ -134,7 +134,7 @@ def step(kind: str, case: Any, group: Any, microbatches: int) -> None:
                 case.backward(slice(lo, hi), (hi - lo) / batch)
         else:
             case.backward(slice(lo, hi), (hi - lo) / batch)
-    group.set_order(EVEN)
+    group._core.set_order(EVEN)
     case.optimizer.step()
 
 

@@ -23,7 +23,7 @@ with paceline.join() as session:
     where = "tcp://127.0.0.1:" + os.environ["TORCH_PORT"]
     dist.init_process_group("gloo", init_method=where, rank=group.rank, world_size=group.size)
     by_links = group.subgroup(range(group.size), name="links")
-    by_links._config = dataclasses.replace(group._config, engine="links")
+    by_links._config = dataclasses.replace(group._core._config, engine="links")
     times = in_turns(group, {
         "torch's DDP on Gloo": torch.nn.parallel.DistributedDataParallel(net()),
         "DDP over Gloo": paceline.torch.DDP(net(), group),

@@ -66,7 +66,7 @@ with paceline.join(timeout=30) as session:
     assert (result == 3).all()
     slowest = session.group.all_reduce(np.array(times[1:]), op="max")
     world = session.size
-    kind = session.group.mesh.link(1 - session.rank, Purpose.COLLECTIVE).kind
+    kind = session.group._core.mesh.link(1 - session.rank, Purpose.COLLECTIVE).kind
     rate = size / statistics.median(slowest.tolist()) * 2 * (world - 1) / world
     print(json.dumps({"rate": rate, "kind": kind}), flush=True)
 """

@@ -94,7 +94,7 @@ MUTANTS = (
     Mutant(
         "generations that fail before their first step are not counted",
         "client/paceline/_elastic/training_loop.py",
-        '        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)\n',
+        '        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group._core.mesh.peers)\n',
         "",
         ("unit/elastic/test_training_loop_views.py",),
     ),
@@ -136,7 +136,7 @@ MUTANTS = (
     # Gradients that an engine carries.
     Mutant(
         "a failed generation does not abort the engine",
-        "client/paceline/_group/group.py",
+        "client/paceline/_group/wrapper_calls.py",
         "bound.mesh.fault.on_failure(engine.abort)",
         "pass",
         ("unit/engines/test_carried_gradients.py",),
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     Mutant(
         "an engine is used although the job uses TLS",
-        "client/paceline/_group/group.py",
+        "client/paceline/_group/wrapper_calls.py",
         "if bound.mesh.encrypted:",
         "if False:",
         ("unit/engines/test_carried_gradients.py",),
@@ -693,8 +693,8 @@ MUTANTS = (
     Mutant(
         "the gate opens while collectives of the step are still running",
         f"{ELASTIC}/gate.py",
-        "        self._group.flush()\n        self._group.mesh.fault.check()",
-        "        self._group.mesh.fault.check()",
+        "        self._group._core.flush()\n        self._group._core.mesh.fault.check()",
+        "        self._group._core.mesh.fault.check()",
         ("unit/elastic/test_step_gate.py",),
     ),
     Mutant(
@@ -707,8 +707,8 @@ MUTANTS = (
     Mutant(
         "the gate opens though the generation has failed",
         f"{ELASTIC}/gate.py",
-        "        self._group.flush()\n        self._group.mesh.fault.check()",
-        "        self._group.flush()",
+        "        self._group._core.flush()\n        self._group._core.mesh.fault.check()",
+        "        self._group._core.flush()",
         ("unit/elastic/test_step_gate.py",),
     ),
     Mutant(
@@ -848,7 +848,7 @@ MUTANTS = (
     Mutant(
         "a member goes on in a generation that has failed because the coordinator is away",
         f"{ELASTIC}/waiting.py",
-        "if self.planned and not self._job_line.group.mesh.fault.failed:",
+        "if self.planned and not self._job_line.group._core.mesh.fault.failed:",
         "if self.planned:",
         ("unit/elastic/test_waiting.py",),
     ),
@@ -949,8 +949,8 @@ MUTANTS = (
     Mutant(
         "collectives are open between two steps",
         f"{ELASTIC}/step.py",
-        "        self._group.ban_collectives(BETWEEN_STEPS)",
-        '        self._group.ban_collectives("")',
+        "        self._group._core.ban_collectives(BETWEEN_STEPS)",
+        '        self._group._core.ban_collectives("")',
         ("unit/elastic/test_step_solo.py",),
     ),
     Mutant(
@@ -984,7 +984,7 @@ MUTANTS = (
     Mutant(
         "a rank gives to a step what it computes from half an update",
         f"{ELASTIC}/step.py",
-        "            self._group.ban_collectives(HALF_UPDATED)\n",
+        "            self._group._core.ban_collectives(HALF_UPDATED)\n",
         "",
         ("unit/elastic/test_step_copies.py",),
     ),

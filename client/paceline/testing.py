@@ -66,12 +66,12 @@ def next_generation(groups: Sequence[Group], tamper: Mapping[int, Tamper] | None
     """
     meshes = []
     for group in groups:
-        mesh = group.mesh.inner if isinstance(group.mesh, FaultyMesh) else group.mesh
+        mesh = group._core.mesh.inner if isinstance(group._core.mesh, FaultyMesh) else group._core.mesh
         assert isinstance(mesh, LocalMesh), "next_generation is for groups of this process"
         meshes.append(mesh)
     for group, mesh in zip(groups, next_meshes(meshes), strict=True):
         act = (tamper or {}).get(mesh.rank)
-        group.move(mesh if act is None else FaultyMesh(mesh, act))
+        group._core.move(mesh if act is None else FaultyMesh(mesh, act))
 
 
 @contextmanager

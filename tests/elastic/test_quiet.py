@@ -33,7 +33,7 @@ with paceline.join() as session:
         wrapped.backward(y)
         update()
     def count():
-        return np.array([session.group.bytes_sent, session.group.progress().operation])
+        return np.array([session.group.bytes_sent, session.group._core.progress().operation])
     for step in session.steps(state, total=30):
         if step.number == 4:
             said.clear()
@@ -41,7 +41,7 @@ with paceline.join() as session:
             one(optimizer.step)
         if step.number >= 5:  # the first steps also agree on settings
             elastic = count()
-            session.group.ban_collectives("")  # this is none of the line's
+            session.group._core.ban_collectives("")  # this is none of the line's
             one(lambda: bare(optimizer))
             plain = count()
             sent["elastic"].append(int(elastic[0] - before[0]))

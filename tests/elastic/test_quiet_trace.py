@@ -46,7 +46,7 @@ with paceline.join() as session:
             one(optimizer.step)
         if step.number >= 10:
             os.getppid()
-            session.group.ban_collectives("")  # this is none of the line's
+            session.group._core.ban_collectives("")  # this is none of the line's
             one(lambda: bare(optimizer))
             os.getppid()
 """

@@ -131,7 +131,7 @@ def test_an_undisturbed_step_sends_only_its_bucket() -> None:
         + """
     before = {}
     for step in session.steps(state, total=6):
-        before[step.number] = session.group.progress().operation
+        before[step.number] = session.group._core.progress().operation
         with step:
             train(step, wrapped, optimizer)
     emit("counted", each=[before[number + 1] - before[number] for number in range(3, 6)])

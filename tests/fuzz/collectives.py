@@ -85,7 +85,7 @@ def small_arrays() -> Iterator[None]:
 def fuzzed_group(mesh: Mesh) -> Group:
     """A group with short frames, and little patience."""
     group = Group(mesh, Config())
-    group._bound._mailbox = Mailbox(mesh, segment_bytes=SEGMENT)
+    group._core.bound._mailbox = Mailbox(mesh, segment_bytes=SEGMENT)
     be_patient(group, 0.0005)
     cut_frames(group, SEGMENT)
     return group
@@ -114,7 +114,7 @@ def collective(data: bytes) -> None:
 def _check_failed(group: Group, error: PacelineError) -> None:
     """The generation has ended, for all later calls too, and the error names a member."""
     assert set(error.ranks) <= {0, 1}
-    assert group.mesh.fault.failed, f"the generation goes on after {error!r}"
+    assert group._core.mesh.fault.failed, f"the generation goes on after {error!r}"
     try:
         group.barrier(timeout=_TIMEOUT)
     except PacelineError:

@@ -19,7 +19,7 @@ with paceline.join(timeout=20) as session:
     group.all_reduce(x)
     from paceline._links.base import Purpose
     from paceline._links.tcp import TcpKind
-    kind = group.mesh.link(1 - session.rank, Purpose.COLLECTIVE).kind
+    kind = group._core.mesh.link(1 - session.rank, Purpose.COLLECTIVE).kind
     emit("linked", kind=kind, port=session._connection.door.kinds.of(TcpKind).host.port)
     wait_for_go()
     started = time.monotonic()

@@ -69,15 +69,15 @@ SEND = """
             from paceline._links.base import Purpose
             from paceline._links.frame import Frame, FrameKind, encode
             data = {data}
-            link = session.group.mesh.link(3, Purpose.COLLECTIVE)
-            link.stream.put(data, time.monotonic() + 5, session.group.mesh.fault)
+            link = session.group._core.mesh.link(3, Purpose.COLLECTIVE)
+            link.stream.put(data, time.monotonic() + 5, session.group._core.mesh.fault)
             wait_for_go()
 """
 
 
 def test_a_frame_of_unknown_kind_raises_peer_broke_protocol() -> None:
     """Its checksum is right, so it came as it was sent."""
-    data = """encode(Frame(FrameKind.DATA, session.group.mesh.generation, 1, 0, b"", b""))
+    data = """encode(Frame(FrameKind.DATA, session.group._core.mesh.generation, 1, 0, b"", b""))
             data = data[:1] + bytes([127]) + data[2:-4]
             data += struct.pack("<I", zlib.crc32(data))"""
     code = BLOCKED.format(culprit=SEND.format(data=data).strip())

@@ -65,7 +65,7 @@ WAITING = """
     import numpy as np, paceline
 
     def say_when_it_waits(group):
-        while group.recorder.snapshot()[-1]["operation"] == "barrier":
+        while group._core.recorder.snapshot()[-1]["operation"] == "barrier":
             time.sleep(0.01)
         print("ready", flush=True)
 

@@ -96,7 +96,7 @@ def test_members_that_do_not_need_a_departed_peer_continue(leavers: list[int], m
         list(pool.map(lambda rank: members[rank].result(TIMEOUT).leave(), leavers))
         gate.open()
         stay = [members[0].result(TIMEOUT), members[-1].result(TIMEOUT)]
-        dials_have_ended(stay[0].group.mesh)
+        dials_have_ended(stay[0].group._core.mesh)
 
         def total(session: paceline.Session) -> float:
             part = session.group.subgroup([0, len(members) - 1])
@@ -149,7 +149,7 @@ def test_a_late_view_does_not_break_an_unused_link(
     with joined(2, 1, monkeypatch) as (members, gate), ThreadPoolExecutor() as pool:
         first = members[0].result(TIMEOUT)
         assert asked.wait(TIMEOUT), "the door has answered Hello, so the view was not late"
-        assert not first.group.mesh.fault.failed
+        assert not first.group._core.mesh.fault.failed
         gate.open()
         sums = pool.map(lambda member: member.result(TIMEOUT).group.all_reduce(np.ones(1), timeout=TIMEOUT)[0], members)
         assert list(sums) == [2.0, 2.0]

@@ -20,7 +20,7 @@ def test_closed_subgroups_leave_no_links_behind() -> None:
 
     def rank(group: Group) -> tuple[int, int]:
         group.barrier()
-        mesh = group.mesh
+        mesh = group._core.mesh
         assert isinstance(mesh, GrpcMesh)
         for i in range(30):
             part = group.subgroup([0, 1])
@@ -46,7 +46,7 @@ def test_links_for_subgroups_not_yet_made_here_are_bounded() -> None:
         parts = [group.subgroup([0, 1], name=f"n{i}") for i in range(6)]
         for part in parts[:3]:
             part.send(np.ones(1), 1)
-        parts[3].mesh.link(1, Purpose.POINT_TO_POINT)  # knocks at the door
+        parts[3]._core.mesh.link(1, Purpose.POINT_TO_POINT)  # knocks at the door
         with pytest.raises(PacelineError, match="too many groups"):
             group.recv(1, timeout=20.0)
         group.close(0.1)
@@ -66,7 +66,7 @@ def test_closing_a_subgroup_during_a_collective_raises_peer_raised() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        while not part.progress().inside:
+        while not part._core.progress().inside:
             time.sleep(0.001)
         part.close(0.05)
         thread.join(20.0)

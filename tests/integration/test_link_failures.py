@@ -116,7 +116,7 @@ with paceline.join() as session:
             round()
         half = calls + max(1, (calls - before) // 2)
         session.barrier("linked")
-        kinds = sorted({{link.kind for link in group.mesh._dialled if link.kind}})
+        kinds = sorted({{link.kind for link in group._core.mesh._dialled if link.kind}})
         emit("joined", rank=rank, kinds=kinds)
         if rank == CULPRIT:
             strike_at = half

@@ -126,7 +126,7 @@ with paceline.join(timeout=20) as session:
     x[:] = np.arange(1_500_001) + group.rank
     total = group.all_reduce(x)
     right = bool(np.array_equal(total, 2 * np.arange(1_500_001) + 1))
-    kinds = [link.kind for link in group.mesh._dialled]
+    kinds = [link.kind for link in group._core.mesh._dialled]
     emit("met", right=right, kinds=kinds, nodes=len({{member.node for member in group.members}}))
     session.barrier("all have told")
 """

@@ -116,7 +116,7 @@ class Members:
         groups = [Group(mesh, self._config) for mesh in meshes]
         end(self, groups, meshes)
         for group, mesh in zip(groups, meshes, strict=True):  # as a member does that goes on in the next
-            group._bound.abandon()
+            group._core.bound.abandon()
             self._thread.run(mesh.end())
 
     def whole(self, groups: list[Group], meshes: list[GrpcMesh]) -> None:

@@ -73,7 +73,7 @@ def test_every_schedule_matches_numpy(
     call = Call(collective, variant, xs, "sum", 2, sent)
 
     def at(group: Group) -> Any:
-        group.choose = partial(choose, rules=only(collective, schedule))
+        group._core.choose = partial(choose, rules=only(collective, schedule))
         cut_frames(group, 1 << 17)
         x = group.empty(xs[group.rank].shape, np.float32)  # small ones are ordinary
         x[:] = xs[group.rank]
@@ -93,7 +93,7 @@ def test_a_barrier_waits_for_the_last_rank_under_every_schedule(world: MixedWorl
     passed: list[int] = []
 
     def at(group: Group) -> int:
-        group.choose = partial(choose, rules=only("barrier", schedule))
+        group._core.choose = partial(choose, rules=only("barrier", schedule))
         if group.rank == 3:
             passed.append(1)
         group.barrier()
@@ -139,7 +139,7 @@ def test_the_rules_choose_the_hierarchical_schedule_with_equal_results(world: Mi
     x = np.random.default_rng(3).standard_normal((4, 200_000)).astype(np.float32)
 
     def at(group: Group, pick: Callable[..., Any]) -> Any:
-        group.choose = pick
+        group._core.choose = pick
         return group.all_reduce(x[group.rank], op="sum")
 
     chosen = choose("all_reduce", x[0].nbytes, 4, nodes=nodes_of(world.meshes[0].peers)).schedule
@@ -172,7 +172,7 @@ with paceline.join() as session:
         emit("after")
         wait_for_go()
     expected = 4 * (np.arange(N) % 1000) + 6
-    kinds = {{rank: link.kind for (rank, *_), link in group.mesh._links.items() if link.kind}}
+    kinds = {{rank: link.kind for (rank, *_), link in group._core.mesh._links.items() if link.kind}}
     nodes = nodes_of(group.members)
     emit("done", rank=group.rank, right=bool(np.array_equal(x, expected)), nodes=nodes, kinds=kinds)
     wait_for_go()

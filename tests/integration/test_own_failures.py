@@ -79,7 +79,7 @@ try:
                     if culprit:
                         plant(3)
                 waits = {waits} and step.number == 3 and step.world == 3 and not culprit
-                while waits and not session.group.mesh.fault.failed:
+                while waits and not session.group._core.mesh.fault.failed:
                     time.sleep(0.001)  # the news must come without the culprit's next message
                 session.group.all_reduce(np.ones(1), async_op=True).wait()
                 ddp.backward(dy, step.weight)
@@ -128,7 +128,7 @@ PLANTS = {
     ),
     "a link that is dialled": (
         "step == 3 and (fail_once(grpc_mesh, 'dial', OSError(errno.EMFILE, 'planted')), "
-        "session.group.mesh.link(0, Purpose.POINT_TO_POINT))",
+        "session.group._core.mesh.link(0, Purpose.POINT_TO_POINT))",
         FILES,
     ),
 }

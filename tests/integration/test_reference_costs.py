@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 
 def states(group: Group) -> list[tuple[str, str]]:
-    return [(entry["operation"], entry["state"]) for entry in group.recorder.snapshot()]
+    return [(entry["operation"], entry["state"]) for entry in group._core.recorder.snapshot()]
 
 
 def talk_both_ways(groups: list[Group]) -> None:
@@ -147,7 +147,7 @@ def test_5_one_deadline_covers_all_receives_of_a_collective(link: str) -> None:
 
 def die(group: Group, doors: list[Door]) -> None:
     """What the death of the member's process does to its links: they end without a word."""
-    mesh = group.mesh
+    mesh = group._core.mesh
     if isinstance(mesh, LocalMesh):
         mesh.cut()
         return
@@ -367,9 +367,9 @@ def test_15_each_fsdp_unit_is_gathered_and_reduced_by_one_collective(
         layers = [nn.Linear(i, o, rng=np.random.default_rng(0), dtype=np.float64) for i, o in [(5, 7), (7, 1), (1, 3)]]
         fsdp = FSDP(nn.Sequential(*(FSDP(layer, group, **options) for layer in layers)), group, **options)
         for _ in range(3):
-            before = len(group.recorder.snapshot())
+            before = len(group._core.recorder.snapshot())
             fsdp.backward(fsdp(x[group.rank :: group.size]))
-        counts = Counter(entry["operation"] for entry in group.recorder.snapshot()[before:])
+        counts = Counter(entry["operation"] for entry in group._core.recorder.snapshot()[before:])
         assert tuple(counts[name] for name in ("all_gather", "reduce_scatter", "all_reduce")) == number
 
     run_over(link, world, rank)
@@ -389,7 +389,7 @@ def test_23_the_flight_recorder_records_every_operation(link: str) -> None:
         group.barrier()
         with pytest.raises(CollectiveMismatch):
             group.all_reduce(X, op="sum" if group.rank else "max")
-        entries = group.recorder.snapshot()
+        entries = group._core.recorder.snapshot()
         columns = ("number", "operation", "detail", "dtype", "shape", "bytes", "state")
         assert [tuple(entry[name] for name in columns) for entry in entries if not entry["group"]] == [
             (1, "all_reduce", "op=mean", "float32", [2, 3], 24, "done"),

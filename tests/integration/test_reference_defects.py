@@ -132,7 +132,7 @@ def test_1_a_late_message_is_not_taken_by_a_call_after_a_timeout(link: str) -> N
 def test_1_a_late_frame_of_an_old_generation_is_dropped(schedule: str) -> None:
     groups = local_groups(2, SOON)
     for group in groups:
-        group.choose = scheduled("all_reduce")[schedule]
+        group._core.choose = scheduled("all_reduce")[schedule]
     with pytest.raises(OperationTimeout):
         groups[1].all_reduce(np.full(3, 10.0), timeout=0.05)  # rank 1's 10 is on its way
     next_generation(groups)

@@ -62,7 +62,7 @@ def test_members_with_tls_are_linked_by_tcp(good: CertificateFolder, streams: in
         )
         list(pool.map(lambda session: exchange(session.group), sessions))
         for session in sessions:
-            mesh = session.group.mesh
+            mesh = session.group._core.mesh
             assert {link.kind for link in mesh._dialled} == {"tcp"}  # type: ignore[attr-defined]
         list(pool.map(lambda session: session.leave(), sessions))
 

@@ -96,7 +96,7 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
 
     def fail(group: Group) -> None:
         both.wait(20)  # else a rank would lose another one, and wait for a verdict
-        group.mesh.fault.settle(Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
+        group._core.mesh.fault.settle(Verdict(1, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost"))
 
     def failing(what: str) -> Callable[..., Any]:
         act, calls = getattr(EngineFlatTransport, what), dict[int, int]()
@@ -223,7 +223,7 @@ def test_microbatches_are_refused() -> None:
                     trained.step()
                 break
         finally:
-            group.set_order(EVEN)
+            group._core.set_order(EVEN)
 
     run_ranks(2, rank, config=GLOO)
 

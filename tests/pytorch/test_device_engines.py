@@ -550,7 +550,7 @@ def test_microbatches_with_an_engine_are_refused_with_a_workaround(config: Confi
         attempt = StepAttempt(usual_plan(0, 1, 4))
         turn, *_ = attempt.turns()
         attempt.enter(turn)
-        group.set_order(turn)
+        group._core.set_order(turn)
         DDP(net(), group)(torch.ones(4, 20)).sum().backward()
 
     with pytest.raises(UnsupportedOp, match="leave out compression= and --engine"):
@@ -637,7 +637,7 @@ def test_a_verdict_ends_the_step_and_aborts_unfinished_sums(config: Config) -> N
         struck.set()
         for group in groups:
             verdict = Verdict(group.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
-            group.mesh.fault.settle(verdict)
+            group._core.mesh.fault.settle(verdict)
 
     errors = run_groups(groups, rank, timeout=20)
     assert struck.is_set()

@@ -234,12 +234,12 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
         if len(works) == 2:
             for work in works:  # they have succeeded, and nobody has waited for the copies back
                 work.wait()
-            fail(transport._group.mesh.fault)
+            fail(transport._group._core.mesh.fault)
         works.append(start(transport, *args, **kwargs))
         return works[-1]
 
     def struck(trained: Trained) -> None:
-        fault = trained.group.mesh.fault
+        fault = trained.group._core.mesh.fault
         if during == "a sum" and trained.group.rank:
             fail(fault)
             return
@@ -256,7 +256,7 @@ def test_a_verdict_ends_the_step_and_the_next_generation_has_the_same_bits(
         complete(transport, bucket)
         if isinstance(bucket, LowRankTensorBucket):
             both.wait(20)  # else the other rank would lose this one, and wait for a verdict
-            fail(transport._group.mesh.fault)  # one bucket has its means
+            fail(transport._group._core.mesh.fault)  # one bucket has its means
 
     make, complete = partial(Trained, compression=compression), DeviceTransport.complete
     groups = local_groups(2, Config(failure_timeout=0.5))

@@ -19,13 +19,13 @@ PROMPT = 0.1
 TRAIN = """
 import hashlib
 import torch
-from paceline._group import group as groups
+from paceline._group import wrapper_calls
 from paceline._links.fault import Fault
 
 torch.set_num_threads(1)
 HOW, WORLD, TOTAL = int(os.environ["HOW"]), int(os.environ["PACELINE_MAX_WORKERS"]), 6
 doomed = []
-make, settle = groups.make_engine, Fault.settle
+make, settle = wrapper_calls.make_engine, Fault.settle
 verdicts = {}
 
 def making(name):
@@ -46,7 +46,7 @@ def settling(fault, verdict):
     verdicts.setdefault(fault.generation, time.monotonic())
     settle(fault, verdict)
 
-groups.make_engine, Fault.settle = making, settling
+wrapper_calls.make_engine, Fault.settle = making, settling
 
 emit("ready")
 wait_for_go()

@@ -69,7 +69,7 @@ FAILS = """
                     from paceline._links.fault import Suspicion
                     from pacelinepb.v1.errors_pb2 import ErrorReason
                     reason = ErrorReason.ERROR_REASON_PEER_RAISED
-                    session.group.mesh.fault.suspect(Suspicion(reason, None, 1, "failed for a test"))
+                    session.group._core.mesh.fault.suspect(Suspicion(reason, None, 1, "failed for a test"))
                 return gather(o)
             session.group.all_gather_object = failing
 """

@@ -55,9 +55,9 @@ def train(group: Group, dtype: Any) -> str:
         optimizer.zero_grad()
         for number in in_turn(group, V):
             indices, weight = sampler.current_microbatch(number)
-            group.set_gradient_weight(weight)
+            group._core.set_gradient_weight(weight)
             nn.functional.cross_entropy(ddp(x[indices]), t[indices]).backward()
-        group.set_order(EVEN)
+        group._core.set_order(EVEN)
         ddp.clip_grad_norm(0.7)
         optimizer.step()
         sampler.advance(group.size)
@@ -110,12 +110,12 @@ def test_two_wrappers_may_share_one_loss() -> None:
         first.prepare()
         second.prepare()
         for number in in_turn(group, 3):
-            group.set_gradient_weight(1 / 3)
+            group._core.set_gradient_weight(1 / 3)
             samples = x[2 * number : 2 * number + 2]
             (first(samples).sum() + second(samples).square().mean()).backward()
             with pytest.raises(StepOrderError, match="a collective in microbatch"):
                 group.all_reduce(np.ones(1))
-        group.set_order(EVEN)
+        group._core.set_order(EVEN)
         gradients = [p.grad.numpy().tobytes() for net in nets for p in net.parameters()]
         return b"".join(gradients)
 

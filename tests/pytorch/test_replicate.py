@@ -43,7 +43,7 @@ def in_sequences(model, mesh=inner):
 def test_fsdp_inside_gives_the_gradients_of_one_process(settings: str, device: bool, engine: str) -> None:
     code = f"""
 from torch.distributed.tensor import Replicate, distribute_tensor
-assert group.engine_name == {engine!r}
+assert group._core.engine_name == {engine!r}
 reference = built()
 model = sharded(built(seed=replica), {settings})  # replica 1 takes the values of replica 0
 model.register_buffer("of_replica_0", distribute_tensor(torch.full((3,), float(replica)), inner, [Replicate()]))

@@ -80,12 +80,12 @@ def train(group: Group, name: str, kind: str, optimizer_of: Any) -> tuple[str, s
         optimizer.zero_grad()
         for number in in_turn(group, V):
             indices, weight = sampler.current_microbatch(number)
-            group.set_gradient_weight(weight)
+            group._core.set_gradient_weight(weight)
             nn.functional.cross_entropy(model(x[indices]), t[indices]).backward()
         model.clip_grad_norm(0.4)
         optimizer.step()
         sampler.advance(group.size)
-    group.set_order(EVEN)
+    group._core.set_order(EVEN)
     weights = net.state_dict() if name == "ddp" else model.state_dict()
     digest = hashlib.sha256()
     for path, tensor in sorted(weights.items()):

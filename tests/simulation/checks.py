@@ -327,7 +327,7 @@ class Checks:
     def applied(self, member: Process, mesh: Mesh, step: int) -> None:
         """A member has applied a step: all that it called in it is complete."""
         group = member.group
-        if group.mesh is mesh and group.is_busy and not mesh.fault.failed:
+        if group._core.mesh is mesh and group.is_busy and not mesh.fault.failed:
             raise Broken(f"I1: {member.name} applies step {step} before its gradients have come")
         self._compare_with_one_process(member)
         if not self._strict:

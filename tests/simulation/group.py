@@ -246,7 +246,7 @@ class Rounds:
 
     def look(self, mesh: Mesh) -> None:
         """Whoever has left gives nothing more."""
-        operation = mesh.process.group_in(mesh).running if mesh.left else None
+        operation = mesh.process.core_in(mesh).running if mesh.left else None
         if operation is not None and (round_ := self._rounds.get((mesh.key, operation.number))) is not None:
             for rank in sorted(mesh.left - round_.values.keys()):
                 mesh.suspect(_LOST, rank, f"rank {rank} left")
@@ -308,6 +308,10 @@ class Group:
         return self.running is not None or bool(self._queue)
 
     order = EVEN
+
+    @property
+    def _core(self) -> Group:
+        return self  # its inside is no object of its own
 
     def check_renewable(self) -> None:
         """Links carry its gradients."""

@@ -18,6 +18,7 @@ from simulation.threads import Waiters
 
 import paceline._group
 from paceline._group.group_core import Piggyback
+from paceline._group.wrapper_calls import WrapperCore
 from paceline._links import base
 from paceline._links.base import Link, LinkEnded, LinkTimeout, Peer, Purpose
 from paceline._links.frame import Frame
@@ -176,8 +177,8 @@ class LinkedMesh(group.Mesh, base.Mesh):
         if self.ended or self.fault.failed:
             return
         process = self.process
-        if process.group.mesh is self:
-            progress = process.group.progress()
+        if process.group._core.mesh is self:
+            progress = process.group._core.progress()
             if progress.inside and process.world.clock.now - progress.since >= patience:
                 self.poll()
         process.later(0.5, self._watch, patience)
@@ -186,15 +187,18 @@ class LinkedMesh(group.Mesh, base.Mesh):
 class LinkedGroup(paceline._group.Group):
     """The real group, whose words the checks hear."""
 
+    _core: LinkedCore
+
     def __init__(self, mesh: Any, config: Any) -> None:
-        super().__init__(mesh, config)
         self.process: Process = mesh._kinds if isinstance(mesh, NoMesh) else mesh.process
+        self._core = LinkedCore(mesh, config)
+        self._core.group = self
         self.process.group = self
 
     @property
     def is_busy(self) -> bool:
         """True while a collective runs or waits."""
-        lane = self._bound.lane
+        lane = self._core.bound.lane
         return lane._busy is not None or bool(lane._queue)
 
     def all_reduce(self, x: Any, *, label: str = "", async_op: Any = False, **how: Any) -> Any:
@@ -205,33 +209,40 @@ class LinkedGroup(paceline._group.Group):
         if label.startswith("closing-"):
             self.process.world.checks.closed(self.process)
         if label.startswith("step-"):
-            mesh = self._bound.mesh
+            mesh = self._core.bound.mesh
             if async_op:
                 result.on_done(lambda: None if result.exception() else self._completed(mesh, label))
             else:
                 self._completed(mesh, label)
         return result
 
-    def take_piggyback(self) -> Piggyback | None:
-        """See `Group.take_piggyback`."""
-        taken = super().take_piggyback()
-        if taken is None:
-            return None
-        self._sets_out(taken._label)  # type: ignore[attr-defined]
-        return _Carried(self, self._bound.mesh, taken)
-
-    def _issue(self, make: Any, timeout: float | None, async_op: bool) -> Any:
-        self.process.world.moment("round", self.process)
-        return super()._issue(make, timeout, async_op)
-
     def _sets_out(self, label: str) -> None:
-        mesh: Any = self._bound.mesh
+        mesh: Any = self._core.bound.mesh
         states = self.process.world.words.setdefault((mesh.key, label), {})
         self.process.world.checks.contributed(states, mesh, int(label[5:]))
         states[mesh.member_id] = self.process.bits
 
     def _completed(self, mesh: Any, label: str) -> None:
         self.process.world.checks.completed(self.process.world.words[mesh.key, label], mesh)
+
+
+class LinkedCore(WrapperCore):
+    """The inside of a `LinkedGroup`."""
+
+    group: LinkedGroup
+
+    def take_piggyback(self) -> Piggyback | None:
+        """See `GroupCore.take_piggyback`."""
+        taken = super().take_piggyback()
+        if taken is None:
+            return None
+        self.group._sets_out(taken._label)  # type: ignore[attr-defined]
+        return _Carried(self.group, self.bound.mesh, taken)
+
+    def issue(self, make: Any, timeout: float | None, async_op: bool) -> Any:
+        """See `GroupCore.issue`."""
+        self.group.process.world.moment("round", self.group.process)
+        return super().issue(make, timeout, async_op)
 
 
 class _Carried:

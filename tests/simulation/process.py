@@ -322,7 +322,7 @@ class Process:
     @property
     def void(self) -> bool:
         """True if the generation that it is in has failed, as far as it knows."""
-        return self.group.mesh.fault.failed if hasattr(self, "group") else True
+        return self.group._core.mesh.fault.failed if hasattr(self, "group") else True
 
     def could_give(self, tag: Tag) -> list[Share]:
         """The shares of a state that it holds, or would if it finished a step."""
@@ -335,12 +335,12 @@ class Process:
 
     def operation_in(self, mesh: Mesh) -> int:
         """Number of the collective that it is in, 0 for none."""
-        return self.group_in(mesh).progress().operation  # type: ignore[no-any-return]
+        return self.core_in(mesh).progress().operation  # type: ignore[no-any-return]
 
-    def group_in(self, mesh: Mesh) -> Any:
-        """The group, if it is in the generation of that mesh."""
+    def core_in(self, mesh: Mesh) -> Any:
+        """The inside of the group, if it is in the generation of that mesh."""
         group = getattr(self, "group", None)
-        return group if group is not None and group.mesh is mesh else _IN_NONE
+        return group._core if group is not None and group._core.mesh is mesh else _IN_NONE
 
     # What it does -----------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from paceline._base.addresses import CoordinatorAddresses
 from paceline._collectives import engine, exchange
 from paceline._elastic import job_line, mates, recovery, saver, session, steps, waiting
 from paceline._group import group as real_group
-from paceline._group import group_core
+from paceline._group import group_core, wrapper_calls
 from paceline._links import fault
 from paceline._session import control, first_view, generations, identity, inbox, joining, line_client, member, view
 from paceline_protocol import Process as Identity
@@ -233,7 +233,7 @@ async def _nothing(*_: Any) -> None:
 
 def _for_real_groups(time: SimulatedTime) -> list[tuple[Any, str, Any]]:
     """The names that real groups find below them, in place of imitations."""
-    modules = (_work, _counters, group_core, real_group, engine, exchange)
+    modules = (_work, _counters, group_core, real_group, wrapper_calls, engine, exchange)
     return [
         *((module, "monotonic", time.monotonic) for module in modules),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation.links import LinkedGroup
+from simulation.links import LinkedCore
 from simulation.test_broken_rules import found
 from simulation.test_schedules import MICROBATCHES
 
@@ -83,7 +83,7 @@ def test_contributing_after_half_an_update_is_detected(monkeypatch: pytest.Monke
 
 
 def test_opening_the_gate_before_all_operations_complete_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LinkedGroup, "flush", lambda group: None)
+    monkeypatch.setattr(LinkedCore, "flush", lambda group: None)
     assert found(200, MICROBATCHES).startswith("I1")
 
 

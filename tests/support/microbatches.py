@@ -26,7 +26,7 @@ def microbatches(
     attempt = StepAttempt(usual_plan(group.rank, group.size, leaves, shares)) if attempt is None else attempt
     for turn in attempt.turns():
         attempt.enter(turn)
-        group.set_order(turn)
+        group._core.set_order(turn)
         yield turn.number
         attempt.leave(turn, whole=True)
-        group.set_order(attempt.between)
+        group._core.set_order(attempt.between)

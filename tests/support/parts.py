@@ -48,12 +48,12 @@ def each(groups: Sequence[Group], do: Callable[[Group], Any]) -> list[Any]:
 
 def be_patient(group: Group, patience_s: float) -> None:
     """Sets how long the group's collectives wait before they look around, in this generation."""
-    group._bound.engine._exchange.patience_s = patience_s
+    group._core.bound.engine._exchange.patience_s = patience_s
 
 
 def cut_frames(group: Group, segment_bytes: int) -> None:
     """Sets the length of segments in this generation, so that small arrays are cut as large ones are."""
-    group._bound.engine.segment_bytes = segment_bytes
+    group._core.bound.engine.segment_bytes = segment_bytes
 
 
 def total(group: Group) -> Any:

@@ -93,9 +93,9 @@ def world_over(
     """
     with LINKS[link](world, config) as groups:
         for group in groups:
-            group.choose = choose
+            group._core.choose = choose
             if tamper is not None and group.rank in tamper:
-                group.move(FaultyMesh(group.mesh, tamper[group.rank]))
+                group._core.move(FaultyMesh(group._core.mesh, tamper[group.rank]))
         yield groups
 
 

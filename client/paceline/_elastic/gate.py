@@ -82,8 +82,8 @@ class PendingStepWord:
         self._sums: Sequence[float] | None = None
         self._work: Work[NDArray[Any]] | None = None
         if with_gradients:
-            group.mesh.fault.check()
-            group.add_piggyback(self)
+            group._core.mesh.fault.check()
+            group._core.add_piggyback(self)
         else:
             self._work = group.all_reduce(self.values, label=self._label, async_op=True)
 
@@ -99,16 +99,16 @@ class PendingStepWord:
         """
         if self._work is not None:
             return self._work.wait().tolist()  # type: ignore[no-any-return]
-        if self._sums is None and self._group.cancel_piggyback(self):  # there were no gradients in this step
+        if self._sums is None and self._group._core.cancel_piggyback(self):  # there were no gradients in this step
             self._sums = self._group.all_reduce(self.values, label=self._label).tolist()
         if self._sums is None:
-            self._group.mesh.fault.check()
+            self._group._core.mesh.fault.check()
             raise StepOrderError("the gradients of this step were dropped, and its step word with them")
         return self._sums
 
     def drop(self) -> None:
         """Withdraws the word from the gradients if it was not sent, because the step is over."""
-        self._group.cancel_piggyback(self)
+        self._group._core.cancel_piggyback(self)
 
 
 class StepRunner(Protocol):
@@ -185,7 +185,7 @@ class StepGate:
         if self.is_open and not keeps_copy:  # it is too late to fail, since the first update cannot be undone
             return
         if self._mates.size > 1:  # after a failure the rest of the block was for the mates
-            self._group.mesh.fault.check()
+            self._group._core.mesh.fault.check()
         if self._micro is not None:
             self._micro.check_update(optimizer, updates=updates)
         if self.is_open:
@@ -213,14 +213,14 @@ class StepGate:
             raise StepVoid(f"another rank of this replica has stopped in step {self._number}")
         self.flags = flags
         if not keeps_copy:
-            self._group.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
+            self._group._core.ban_collectives(BARRED if self._state.is_sharded else BARRED + OR_COPY)
         self.is_open = True
 
     def check(self) -> None:
         """Raises if the step will be undone, which a block may ask before the gate: on all ranks of a replica alike."""
         if self.is_open:
             return
-        self._group.mesh.fault.check()
+        self._group._core.mesh.fault.check()
         if self._mates.go(Point.INSIDE) is None:
             raise StepVoid(f"another rank of this replica has stopped in step {self._number}")
 
@@ -230,16 +230,16 @@ class StepGate:
             f"{self._me} ended step {self._number} without optimizer.step() ({users_place(sys._getframe())}), "
             "and others did not: step.skip() skips a step on all ranks"
         )
-        with acting_alone(self._group.mesh.fault, what):
+        with acting_alone(self._group._core.mesh.fault, what):
             self.open(None, updates=False, skips=skips, keeps_copy=False)
 
     def tell(self, error: BaseException) -> None:
         """Tells the other members that this one's code has raised, so that they do not wait for it."""
-        mesh = self._group.mesh
+        mesh = self._group._core.mesh
         if isinstance(error, GeneratorExit | SystemExit | ReplicaLost) or not mesh.peers:
             return  # the coordinator tells which rank of a replica was lost
         text = f"{self._me} raised {type(error).__name__} in step {self._number}: {error}"[:2000]
-        operation = self._group.progress().operation
+        operation = self._group._core.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def close(self) -> None:
@@ -248,19 +248,19 @@ class StepGate:
 
     @property
     def _me(self) -> str:
-        return str(self._group.mesh.peers[self._group.rank])
+        return str(self._group._core.mesh.peers[self._group.rank])
 
     def _check_complete(self) -> None:
         """Waits for all collectives that were called; raises if one of them has failed."""
-        self._group.flush()
-        self._group.mesh.fault.check()
+        self._group._core.flush()
+        self._group._core.mesh.fault.check()
 
     def _find_divergence(self) -> None:
         """Finds the members that differ from the majority, has them take the state of the others, and raises."""
-        fault = self._group.mesh.fault
+        fault = self._group._core.mesh.fault
         odd, text = find_minority(self._group, self._state, self._number, self._digest)
         _log.error("%s", text)
-        operation = self._group.progress().operation
+        operation = self._group._core.progress().operation
         fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
         if self._group.rank in odd:
             self._runner.diverged(text)

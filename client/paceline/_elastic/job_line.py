@@ -69,11 +69,11 @@ class JobLine:
     def word_completed(self, step: int) -> None:
         """Notes the last step that every member has entered, for the next heartbeat."""
         self._connection.line.word_completed(step)
-        self.group.recorder.step(self.group.generation, step)
+        self.group._core.recorder.step(self.group.generation, step)
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         """Fetches a state that other members hold."""
-        counters = self.group.counters
+        counters = self.group._core.counters
         with counters.fetching_state():
             return self._connection.run(
                 take_state(self.job, tag, donors, own, *self._how, received=counters.state_received)
@@ -81,7 +81,7 @@ class JobLine:
 
     def take_shards(self, tag: Tag, holders: Sequence[Holder], plan: ReshardPlan) -> None:
         """Fetches the shards that a plan needs of a state that other members hold in parts."""
-        counters = self.group.counters
+        counters = self.group._core.counters
         with counters.fetching_state():
             self._connection.run(
                 take_shards(self.job, tag, holders, plan, *self._how, received=counters.state_received)
@@ -137,7 +137,7 @@ class SoloLine(JobLine):
             assert meet.tag is not None
             self.inbox.put(CatchUp(meet.generation, meet.tag, (), None))
             return
-        mesh = self.group.mesh
+        mesh = self.group._core.mesh
         assert isinstance(mesh, LocalMesh)
         (following,) = next_meshes([mesh])
         following.generation = max(following.generation, (meet.tag or Tag(0, 0)).generation + 1)
@@ -153,7 +153,7 @@ class SoloLine(JobLine):
 
     def move(self, mesh: Mesh) -> None:
         """Moves the group."""
-        self.group.move(mesh)
+        self.group._core.move(mesh)
 
     def word_completed(self, step: int) -> None:
         """Does nothing."""

@@ -33,7 +33,7 @@ class Pace:
         self._job_line = job_line
         self._state = state
         self._balance = balance
-        self._counters = job_line.group.counters
+        self._counters = job_line.group._core.counters
         self._is_measured = not state.is_on_device  # the processor does not wait for a GPU
         self._named: set[str] = set()  # the stragglers that were named, by member id
         self._counters.forget_speeds()  # an earlier loop may have trained something else

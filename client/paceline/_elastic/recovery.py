@@ -140,7 +140,7 @@ class StateRecovery:
 
     def _tell_view(self, order: Take, error: PacelineError) -> None:
         """Ends the view, so that its members meet again and do not wait for this one in their first step."""
-        mesh = self._job_line.group.mesh
+        mesh = self._job_line.group._core.mesh
         text = f"{mesh.peers[mesh.rank]} could not fetch the state {order.base}: {error}"[:2000]
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, 0, text))
 
@@ -204,7 +204,7 @@ class StateRecovery:
             PacelineError: a copy could not be fetched.
         """
         group, redundancy = self._job_line.group, self._state.redundancy
-        if group.mesh.version < COPIES_VERSION:
+        if group._core.mesh.version < COPIES_VERSION:
             redundancy = 1
         if len(self._state.copies) == min(redundancy, group.size) - 1:
             return

@@ -218,7 +218,7 @@ class ReplicaSaver(Saver):
         if self._line is None:
             return
         self._join(held)
-        told = self._line.gather([list(held or ()), group.mesh.fault.failed])
+        told = self._line.gather([list(held or ()), group._core.mesh.fault.failed])
         if held is None or any(tag != list(held) for tag, _ in told):
             _log.error("no checkpoint of the last step: the ranks of this replica do not hold one state")
             return

@@ -39,13 +39,13 @@ class Attempt:
         self._group = group
         self._mates = mates
         self._stopped = False
-        self._fault = group.mesh.fault
+        self._fault = group._core.mesh.fault
         self._barred = ""
 
     def __enter__(self) -> Attempt:
-        self._barred = self._group.ban_reason
+        self._barred = self._group._core.ban_reason
         if self._barred == BETWEEN_STEPS:
-            self._group.ban_collectives("")
+            self._group._core.ban_collectives("")
         return self
 
     def __exit__(
@@ -60,7 +60,7 @@ class Attempt:
                 error = failure
         if self.completed and self._mates.go(Point.BLOCK) is None:
             self.completed, self._stopped = False, True
-        self._group.ban_collectives(self._barred)
+        self._group._core.ban_collectives(self._barred)
         if self._stopped or (self._fault.failed and (error is None or isinstance(error, Exception))):
             _log.info("a block between steps was interrupted: %s", self.cause(error))
             return True
@@ -81,12 +81,12 @@ def attempts(loop: TrainingLoop | None, group: Group, mates: Alone = ALONE) -> I
     if loop is None or loop.done or loop.left:  # nothing would run the block again
         mates = ALONE
     while True:
-        attempt = Attempt(failures.begin(_WHAT, group.mesh.peers), group, mates)
+        attempt = Attempt(failures.begin(_WHAT, group._core.mesh.peers), group, mates)
         yield attempt
         if not attempt.completed:
             if loop is None or loop.done or loop.left:
                 raise attempt.cause()
-            failures.add(_WHAT, attempt.cause(), group.mesh.peers)
+            failures.add(_WHAT, attempt.cause(), group._core.mesh.peers)
             outcome = loop.retry()
             if outcome is BlockOutcome.OVERTAKEN:
                 return

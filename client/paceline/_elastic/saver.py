@@ -252,7 +252,7 @@ class Saver:
 
     def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
         """Saves like `keep` when all members leave, with no other try: if one is lost, each of the others writes."""
-        if not group.mesh.fault.failed:
+        if not group._core.mesh.fault.failed:
             try:
                 self.keep(held, state, group)
             except CheckpointFailed:
@@ -421,7 +421,7 @@ class JointSaver(Saver):
         """See `Saver.keep`; a collective."""
         if self._directory is None or held is None:
             return
-        group.mesh.fault.check()
+        group._core.mesh.fault.check()
         if self._saver is not None and self._begun and self._generation == group.generation:
             self._begun = False
             with self._counting():

@@ -110,7 +110,9 @@ class Session(abc.ABC):
         if not self.members:
             if (over := self._over()) is not None:
                 raise over
-            raise errors.StepOrderError(f"session.{asked} is not known: {self.group.mesh.fault.error()}. {_DO_WITHOUT}")
+            raise errors.StepOrderError(
+                f"session.{asked} is not known: {self.group._core.mesh.fault.error()}. {_DO_WITHOUT}"
+            )
         return self.group
 
     def _over(self) -> errors.Dismissed | None:
@@ -344,7 +346,7 @@ class Session(abc.ABC):
             its block `steps` is one less than `step.number`. None of the sums ever falls.
         """
         group = self.group
-        counted = group.counters.read(group.mesh.sent_bytes)
+        counted = group._core.counters.read(group._core.mesh.sent_bytes)
         sent = {kind: counted.sent_bytes.get(kind, 0) for kind in ("shm", "tcp", "grpc", *counted.sent_bytes)}
         return {
             "steps": counted.committed,
@@ -352,9 +354,9 @@ class Session(abc.ABC):
             "samples": counted.samples,
             "share": counted.share,
             "speed": counted.speed,
-            "skipped": group.counters.skipped,
-            "skipped_samples": group.counters.left_out,
-            "goodput": group.counters.goodput,
+            "skipped": group._core.counters.skipped,
+            "skipped_samples": group._core.counters.left_out,
+            "goodput": group._core.counters.goodput,
             "collective_seconds": counted.in_collectives,
             "sent_bytes": sum(sent.values()),
             **{f"sent_bytes/{kind}": size for kind, size in sent.items()},
@@ -399,7 +401,7 @@ class Session(abc.ABC):
         """
 
     def _refuse_in_microbatch(self) -> None:
-        if refusal := self.group.order.refusal("a barrier"):
+        if refusal := self.group._core.order.refusal("a barrier"):
             raise errors.StepOrderError(refusal)
 
     @abc.abstractmethod
@@ -504,7 +506,7 @@ class CoordinatedSession(Session):
 
     def _needs_this_thread(self) -> bool:
         """True if this session can go on only if the current thread, which joined it or runs its steps, calls it."""
-        in_view = not self._left and not self.group.mesh.fault.failed
+        in_view = not self._left and not self.group._core.mesh.fault.failed
         return in_view and self._thread is threading.current_thread()
 
     def _over(self) -> errors.Dismissed | None:

@@ -54,7 +54,7 @@ class ShardedState:
         for part in (part for model in self._models for part in model.parts() if part.is_sharded):
             size = part.intra_node_size
             hybrid = part.strategy is ShardingStrategy.HYBRID_SHARD
-            if hybrid and size is None and (part.group.is_elastic or part.group.size != 1):
+            if hybrid and size is None and (part.group._core.is_elastic or part.group.size != 1):
                 raise UnsupportedOp(
                     "HYBRID_SHARD needs intra_node_size= in session.steps, because a worker that joins later, or "
                     "replaces another, may be on any host"

@@ -90,10 +90,10 @@ class Step(StepBatch):
         """Whether an update was interrupted that the copy can undo."""
         self.keeps_copy = False
         """Whether everything that the step changes can be restored until it ends."""
-        self._mesh = group.mesh
+        self._mesh = group._core.mesh
         self._runner = runner
         self._small = state.small()
-        self._epoch, _ = state.position
+        self._epoch = 0 if state.sampler is None else state.sampler.epoch
         self.gate = StepGate(number, group, state, runner, word, digest, self._micro, mates)
         self._mates = mates
         self._passes_over = self._lacks_sums = False
@@ -188,7 +188,7 @@ class Step(StepBatch):
         """Handles an update that was interrupted half way: a copy undoes it later, else the state is discarded."""
         if self.keeps_copy:
             self.half_updated = True
-            self._group.ban_collectives(HALF_UPDATED)
+            self._group._core.ban_collectives(HALF_UPDATED)
             return
         self.spoiled = True
         self._runner.spoiled()
@@ -207,7 +207,7 @@ class Step(StepBatch):
             raise StepOrderError(f"step {self.number} was entered before: use each step of session.steps(...) once")
         self._state.is_whole = False
         self.entered = True
-        self._group.ban_collectives("")
+        self._group._core.ban_collectives("")
         self._begin_batch()
         return self
 
@@ -227,7 +227,7 @@ class Step(StepBatch):
                     self.gate.pass_without_update(skips=self.skipped)
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
-        self._group.ban_collectives(BETWEEN_STEPS)
+        self._group._core.ban_collectives(BETWEEN_STEPS)
         self._end_batch()
         self.gate.close()
         if isinstance(error, SumsNotHeld):

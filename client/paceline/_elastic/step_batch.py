@@ -129,7 +129,7 @@ class StepBatch:
         """
         self.check_source(of)
         self._counted = weight
-        self._group.set_gradient_weight(weight)
+        self._group._core.set_gradient_weight(weight)
 
     def check_source(self, of: object) -> None:
         """Raises what `count` would raise now."""
@@ -191,7 +191,7 @@ class StepBatch:
             self._of_sampler()  # a stage of a pipeline may read no samples, and weighs as much as the others
 
     def _end_batch(self) -> None:
-        self._group.set_gradient_weight(1.0)
+        self._group._core.set_gradient_weight(1.0)
         self._state.block_over()
         if self._micro is not None:
             self._micro.end()
@@ -200,7 +200,7 @@ class StepBatch:
         self._refuse_with_microbatches("a rank's share of the batch", "micro.indices and micro.weight")
         if self._share is None:
             self._share = self.sampler.current(self.rank, self.world, self.shares)
-            self._group.set_gradient_weight(self._share[1])
+            self._group._core.set_gradient_weight(self._share[1])
         return self._share
 
     def _own_samples(self) -> int:

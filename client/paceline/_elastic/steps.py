@@ -137,7 +137,7 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
     microbatches = 0 if state.sampler is None else state.sampler.microbatches
     if not microbatches:
         return
-    if microbatches < (most := group.most_members):
+    if microbatches < (most := group._core.most_members):
         raise ValueError(
             f"ElasticSampler(..., microbatches={microbatches}) has too few for a job of at most {most} workers: each "
             "needs one"
@@ -178,7 +178,7 @@ def _make_balance(mates: Alone, state: TrainState) -> Balance:
 def _make_saver(
     job_line: JobLine, state: TrainState, directory: str | os.PathLike[str] | None, every: int | None
 ) -> Saver:
-    counters, mates = job_line.group.counters, job_line.mates
+    counters, mates = job_line.group._core.counters, job_line.mates
     if isinstance(mates, Mates) and not state.is_sharded:
         return ReplicaSaver(directory, every, counters, mates)
     return (JointSaver if state.is_sharded else Saver)(directory, every, counters)

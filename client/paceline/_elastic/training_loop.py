@@ -100,7 +100,7 @@ class TrainingLoop:
         self._member = member
         self._recovery = StateRecovery(job_line, member, state, saver)
         self._meeting_wait = MeetingWait(job_line, member, self._send_meet)
-        self._counters = job_line.group.counters
+        self._counters = job_line.group._core.counters
         self._pace = Pace(job_line, state, balance)
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()
@@ -127,10 +127,10 @@ class TrainingLoop:
         self._manifest_digest = self.mates.joint(self._manifest_digest)
         self._recovery.join_origins(self.mates)
         self._job_line.open()
-        mesh = self._job_line.group.mesh
+        mesh = self._job_line.group._core.mesh
         if mesh.peers:
             if (
-                self._job_line.group.has_same_state
+                self._job_line.group._core.has_same_state
             ):  # an earlier loop ran in this generation: the others may be in a step
                 self._end_generation("started session.steps() again")
             self._carry_out(self._member.formed(MemberView(mesh.generation, mesh.rank, None, frozenset())))
@@ -146,9 +146,9 @@ class TrainingLoop:
             PacelineError: this member cannot be in the line; the text says why. Or the generation has failed, and its
                 engine (MPI) allows no other.
         """
-        if (error := self._job_line.group.mesh.fault.own_error) is not None:
+        if (error := self._job_line.group._core.mesh.fault.own_error) is not None:
             raise error
-        self._job_line.group.check_renewable()
+        self._job_line.group._core.check_renewable()
         while not self.done:
             ready = self._member.phase is Phase.READY
             message = self._job_line.inbox.get(
@@ -175,10 +175,10 @@ class TrainingLoop:
             _log.info("leaving after this step: %s", self._job_line.inbox.draining)
         number, group = self._state.step + 1, self._job_line.group
         digest = partial_digest(self._large, number) ^ self._last_update
-        attempt = self._failures.begin(f"step {number}", group.mesh.peers)
+        attempt = self._failures.begin(f"step {number}", group._core.mesh.peers)
         speeds = self._pace.begin(number)
         # Once gradients were sent in this generation, they carry a word without speeds; all members decide this alike.
-        with_gradients = group.takes_piggybacks and not speeds
+        with_gradients = group._core.takes_piggybacks and not speeds
         self._member.begin()
         try:
             if self._state.is_sharded:  # before the word, which says that this member has them
@@ -214,7 +214,7 @@ class TrainingLoop:
             self.mates,
             self._pace.shares,
         )
-        group.ban_collectives(BETWEEN_STEPS)
+        group._core.ban_collectives(BETWEEN_STEPS)
         return step
 
     def passes_over(self, step: Step) -> bool:
@@ -228,7 +228,7 @@ class TrainingLoop:
 
     def end(self, step: Step) -> None:
         """Ends a step after its block, and begins a meeting if one is due."""
-        self._job_line.group.ban_collectives("")
+        self._job_line.group._core.ban_collectives("")
         self.guard.step = None
         if not step.entered:
             self.guard.spoiled()
@@ -273,7 +273,7 @@ class TrainingLoop:
         """Commits the last step with a closing word, and ends the job."""
         group = self._job_line.group
         try:
-            with acting_alone(group.mesh.fault, self._left_alone()):
+            with acting_alone(group._core.mesh.fault, self._left_alone()):
                 group.all_reduce(np.array(step_word(StepFlag(0), 0, 0)), label=f"closing-{self._state.step}")
             if self.mates.go(Point.CLOSE) is None:
                 raise StepVoid("another rank of this replica has stopped before the end")
@@ -297,7 +297,7 @@ class TrainingLoop:
         """Says what this member does if it has left the loop before its end, which others may not have done."""
         if not self.broken_off:
             return ""
-        mesh = self._job_line.group.mesh
+        mesh = self._job_line.group._core.mesh
         return (
             f"{mesh.peers[mesh.rank]} left the loop over the steps after step {self._state.step} of {self._total} "
             f"({self.broken_off}), and others did not: session.stop() ends it on all ranks"
@@ -347,7 +347,7 @@ class TrainingLoop:
         """Ends the loop over the steps, for whatever reason."""
         self.left = True
         self.at_end.close()
-        self._job_line.group.ban_collectives("")
+        self._job_line.group._core.ban_collectives("")
         self._job_line.offered.withdraw()
         if not self.broken_off:  # else the job is still to be closed, together with the mates
             with contextlib.suppress(ReplicaLost):
@@ -359,8 +359,8 @@ class TrainingLoop:
         self._member.closed = True
         if self.mates.size > 1:
             self._await_cause("has stopped in a block between steps: another rank of its replica has")
-        barred = self._job_line.group.ban_reason
-        self._job_line.group.ban_collectives("")
+        barred = self._job_line.group._core.ban_reason
+        self._job_line.group._core.ban_collectives("")
         try:
             self._send_meet(self._member.meet())
             self.wait_until_ready()
@@ -369,7 +369,7 @@ class TrainingLoop:
             raise
         finally:
             self._member.closed = False
-            self._job_line.group.ban_collectives(barred)
+            self._job_line.group._core.ban_collectives(barred)
         if self._overtaken:
             return BlockOutcome.OVERTAKEN
         return BlockOutcome.PASSED if self._blocks.passed else BlockOutcome.AGAIN
@@ -467,7 +467,7 @@ class TrainingLoop:
             self._kept_sums.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
             self._recovery.has_a_base()
-            self._job_line.group.confirm_same_state()
+            self._job_line.group._core.confirm_same_state()
             if self._skip_was_late(view.base.step):
                 return
             if not view.newcomers and not self._compare_blocks():
@@ -493,13 +493,13 @@ class TrainingLoop:
 
     def _end_generation(self, why: str) -> None:
         """Tells the others that this member takes no part in the generation; `why` completes "rank 2 (host-b) ..."."""
-        mesh = self._job_line.group.mesh
-        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._job_line.group.progress().operation
+        mesh = self._job_line.group._core.mesh
+        text, operation = f"{mesh.peers[mesh.rank]} {why}", self._job_line.group._core.progress().operation
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
 
     def _await_cause(self, why: str) -> None:
         """Ends the generation with `why` if it has not failed. Before that, a mate's cause says more."""
-        mesh = self._job_line.group.mesh
+        mesh = self._job_line.group._core.mesh
         if mesh.peers and not mesh.fault.failed:
             if self.mates.size > 1:
                 mesh.fault.await_verdict()
@@ -510,7 +510,7 @@ class TrainingLoop:
         """Compares finished blocks. Not called with newcomers: then no member was in a block (`closed`)."""
         if self._member.phase is not Phase.READY:
             return False
-        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group.mesh.peers)
+        self._failures.begin(f"step {self._state.step + 1}", self._job_line.group._core.mesh.peers)
         asked, _ = self.guard.asked
         try:
             self._skipped = self._blocks.compare(self._job_line.group, asked)
@@ -526,7 +526,7 @@ class TrainingLoop:
         asked, text = self.guard.asked
         if not text or asked > step:
             return False
-        mesh = self._job_line.group.mesh
+        mesh = self._job_line.group._core.mesh
         text += ", but others had made their update: call it before the backward pass, or any collective of the step"
         mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_DIFFERS, None, 0, text))
         self._failed(mesh.fault.error())
@@ -565,7 +565,7 @@ class TrainingLoop:
             self._tell_committed(step)
         if self._state.step < step or self._member.held is None:
             raise self._dismissed(step)
-        if not self._job_line.group.mesh.peers:  # this worker joined after the end, and has no rank to go on with
+        if not self._job_line.group._core.mesh.peers:  # this worker joined after the end, and has no rank to go on with
             raise self._dismissed(step)
         if step < self.last and not (self.broken_off or self._stops):  # else it knows that the job ends early
             raise StepOrderError(
@@ -602,8 +602,8 @@ class TrainingLoop:
     def _failed(self, cause: BaseException | None, *, meet: bool = True) -> None:
         """Undoes a failed attempt, and ends its generation (I1). StepOrderError if the next one would fail alike."""
         with contextlib.suppress(PacelineError):
-            self._job_line.group.flush()
-        fault = self._job_line.group.mesh.fault
+            self._job_line.group._core.flush()
+        fault = self._job_line.group._core.mesh.fault
         if fault.failed and isinstance(final := fault.error(), StepOrderError) and final.ranks:
             raise final
         number = self._state.step + 1
@@ -611,6 +611,6 @@ class TrainingLoop:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._await_cause(f"has not applied step {number}: {cause}"[:2000])
         _log.info("step %d is undone: %s", number, cause)
-        self._failures.add(f"step {number}", cause, self._job_line.group.mesh.peers)
+        self._failures.add(f"step {number}", cause, self._job_line.group._core.mesh.peers)
         if meet:
             self._send_meet(self._member.meet())

@@ -97,7 +97,7 @@ class MeetingWait:
             self._told, self._tell_at = reason, now + _AGAIN_S
             tell_once(_log, f"{reason}; for {now - self._waits_since:.0f} s now", key=reason)
         self._away_since = None if inbox.connected else self._away_since or now
-        if self.planned and not self._job_line.group.mesh.fault.failed:
+        if self.planned and not self._job_line.group._core.mesh.fault.failed:
             self._watch_planned_meeting(now, reason)
 
     def _watch_planned_meeting(self, now: float, reason: str) -> None:
@@ -105,7 +105,7 @@ class MeetingWait:
         config = self._job_line.config
         if now - self._said_at > config.step_timeout:
             text = f"the members did not meet within {config.step_timeout:g} s: {reason}"
-            self._job_line.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
+            self._job_line.group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_TIMEOUT, None, 0, text))
             return
         away = self._away_since is not None and now - self._away_since > config.failure_timeout
         alone = self._job_line.mates.size == 1  # the mates of a replica might not go on

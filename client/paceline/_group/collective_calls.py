@@ -17,7 +17,6 @@ from paceline._collectives.compressed_tasks import all_reduce_compressed_task
 from paceline._collectives.gather_tasks import all_gather_task, all_to_all_task, gather_task
 from paceline._collectives.tasks import (
     broadcast_task,
-    check_terms,
     reduce_task,
     reducing_task,
     scatter_task,
@@ -38,7 +37,6 @@ from paceline._group.call_options import (
 )
 from paceline._group.group_core import labelled
 from paceline._group.object_calls import ObjectCollectives
-from paceline._microbatch.sum_tree import subtrees_by_rank
 from paceline.compression import Codec, Memory, codec_of
 from paceline.errors import InvalidRank
 
@@ -104,66 +102,9 @@ class Collectives(ObjectCollectives):
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
         array = as_array(x)
-        return self._issue(
+        return self._core.issue(
             lambda bound: reducing_task(
-                bound.engine, "all_reduce", array, op, out, self.choose, order, labelled(label), divisor
-            ),
-            timeout,
-            async_op,
-        )
-
-    def all_reduce_tree(
-        self,
-        terms: Sequence[Array],
-        *,
-        leaves: int,
-        out: Array,
-        nodes: tuple[tuple[Node, ...], ...] | None = None,
-        label: str = "",
-        divisor: Callable[[], float] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Array | Work[Array]:
-        """Sums the microbatches of a step in one fixed binary tree, so that the bits do not depend on the world.
-
-        Rank r has the leaves from r V // W to (r + 1) V // W - 1, and gives the sums of the greatest subtrees within
-        this range: one if V / W is a power of two, at most 2 log2 V otherwise. With `nodes` ranks give other sums of
-        the same tree, and the result has the same bits.
-
-        Args:
-            terms: these sums, from left to right: contiguous arrays of float32 or float64, of one shape. Dtype and
-                shape must agree. With `nodes`, a rank that has no node gives one array, whose values do not count.
-            leaves: V, the leaves of the tree, at least W; must agree.
-            out: receives the result; may be the last of `terms`.
-            nodes: for each rank the nodes (lo, hi) whose sums it gives, from left to right; must agree. Together they
-                are the whole tree.
-            label: as for `all_reduce`.
-            divisor: likewise.
-            timeout: seconds.
-            async_op: return a `Work`.
-
-        Raises:
-            UnsupportedOp: there are fewer leaves than ranks, or not the terms of this rank's nodes, or another dtype;
-                or `nodes` are not the tree.
-            SizeMismatch: the terms or `out` differ in shape.
-            PacelineError: the generation has failed; see `paceline.errors` for how.
-        """
-        nodes = self._unless_usual(nodes, leaves)
-        arrays = check_terms(terms, self.rank, self.size, leaves, nodes)
-        return self._issue(
-            lambda bound: reducing_task(
-                bound.engine,
-                "all_reduce",
-                arrays[-1],
-                "sum",
-                out,
-                self.choose,
-                "tree",
-                labelled(label),
-                divisor,
-                terms=arrays,
-                leaves=leaves,
-                nodes=nodes,
+                bound.engine, "all_reduce", array, op, out, self._core.choose, order, labelled(label), divisor
             ),
             timeout,
             async_op,
@@ -206,10 +147,10 @@ class Collectives(ObjectCollectives):
             InvalidRank: `root` lies outside the world.
             UnsupportedOp, SizeMismatch, PacelineError: as for `all_reduce`.
         """
-        self._check_rank("root", root)
+        self._core.check_rank("root", root)
         array = as_array(x)
-        return self._issue(
-            lambda bound: reduce_task(bound.engine, array, op, root, out, self.choose, order), timeout, async_op
+        return self._core.issue(
+            lambda bound: reduce_task(bound.engine, array, op, root, out, self._core.choose, order), timeout, async_op
         )
 
     @overload
@@ -252,67 +193,13 @@ class Collectives(ObjectCollectives):
             UnsupportedOp, PacelineError: as for `all_reduce`.
         """
         array = as_array(x)
-        return self._issue(
+        return self._core.issue(
             lambda bound: reducing_task(
-                bound.engine, "reduce_scatter", array, op, out, self.choose, order, labelled(label), divisor
+                bound.engine, "reduce_scatter", array, op, out, self._core.choose, order, labelled(label), divisor
             ),
             timeout,
             async_op,
         )
-
-    def reduce_scatter_tree(
-        self,
-        terms: Sequence[Array],
-        *,
-        leaves: int,
-        nodes: tuple[tuple[Node, ...], ...] | None = None,
-        label: str = "",
-        divisor: Callable[[], float] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Array | Work[Array]:
-        """Sums the microbatches of a step as `all_reduce_tree` does; rank r gets the r-th of W equal parts of axis 0.
-
-        Args:
-            terms: as for `all_reduce_tree`; each has shape [W * m, ...].
-            leaves: likewise.
-            nodes: likewise.
-            label: as for `all_reduce`.
-            divisor: likewise.
-            timeout: seconds.
-            async_op: return a `Work`.
-
-        Returns:
-            An array of shape [m, ...].
-
-        Raises:
-            SizeMismatch: the terms differ in shape, or axis 0 has no W equal parts.
-            UnsupportedOp, PacelineError: as for `all_reduce_tree`.
-        """
-        nodes = self._unless_usual(nodes, leaves)
-        arrays = check_terms(terms, self.rank, self.size, leaves, nodes)
-        return self._issue(
-            lambda bound: reducing_task(
-                bound.engine,
-                "reduce_scatter",
-                arrays[-1],
-                "sum",
-                None,
-                self.choose,
-                "tree",
-                labelled(label),
-                divisor,
-                arrays,
-                leaves,
-                nodes,
-            ),
-            timeout,
-            async_op,
-        )
-
-    def _unless_usual(self, nodes: _Nodes, leaves: int) -> _Nodes:
-        """Returns the nodes, None if they are those of equal shares: then the signature has none."""
-        return None if nodes == subtrees_by_rank(self.size, leaves) else nodes
 
     def average(self, tree: T, *, timeout: float | None = None) -> T:
         """Averages over all ranks every array in nested dicts, lists and tuples, with one all_reduce for each dtype.
@@ -328,13 +215,13 @@ class Collectives(ObjectCollectives):
             UnsupportedOp: the mean is not defined for a dtype.
             PacelineError: the generation has failed.
         """
-        self._enter()
+        self._core.enter()
         fusion = Fusion(tree)
         detail = f" tree={fusion.digest}"
         for vector in fusion.vectors:
-            self._issue(
+            self._core.issue(
                 lambda bound, vector=vector: reducing_task(
-                    bound.engine, "all_reduce", vector, "mean", vector, self.choose, detail=detail
+                    bound.engine, "all_reduce", vector, "mean", vector, self._core.choose, detail=detail
                 ),
                 timeout,
                 async_op=False,
@@ -398,9 +285,9 @@ class Collectives(ObjectCollectives):
         """
         array, how = as_array(x), codec_of(codec)
         kept = Memory(feedback=False) if memory is None else memory
-        return self._issue(
+        return self._core.issue(
             lambda bound: all_reduce_compressed_task(
-                bound.engine, array, how, op, exact, out, self.choose, kept, self.empty, labelled(label)
+                bound.engine, array, how, op, exact, out, self._core.choose, kept, self.empty, labelled(label)
             ),
             timeout,
             async_op,
@@ -442,9 +329,11 @@ class Collectives(ObjectCollectives):
             SizeMismatch: `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        self._check_rank("root", root)
+        self._core.check_rank("root", root)
         array = None if x is None else as_array(x)
-        return self._issue(lambda bound: broadcast_task(bound.engine, array, root, out, self.choose), timeout, async_op)
+        return self._core.issue(
+            lambda bound: broadcast_task(bound.engine, array, root, out, self._core.choose), timeout, async_op
+        )
 
     @overload
     def scatter(
@@ -486,8 +375,8 @@ class Collectives(ObjectCollectives):
             SizeMismatch: the root's arrays are not W in number or differ in dtype or shape, or `out` has another shape.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        self._check_rank("root", root)
-        return self._issue(lambda bound: scatter_task(bound.engine, xs, root, out), timeout, async_op)
+        self._core.check_rank("root", root)
+        return self._core.issue(lambda bound: scatter_task(bound.engine, xs, root, out), timeout, async_op)
 
     @overload
     def all_gather(
@@ -526,8 +415,10 @@ class Collectives(ObjectCollectives):
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
         array = as_array(x)
-        return self._issue(
-            lambda bound: all_gather_task(bound.engine, array, out, self.choose, uneven=uneven, detail=labelled(label)),
+        return self._core.issue(
+            lambda bound: all_gather_task(
+                bound.engine, array, out, self._core.choose, uneven=uneven, detail=labelled(label)
+            ),
             timeout,
             async_op,
         )
@@ -567,10 +458,12 @@ class Collectives(ObjectCollectives):
             InvalidRank: `root` lies outside the world.
             UnsupportedOp, SizeMismatch, PacelineError: as for `all_gather`.
         """
-        self._check_rank("root", root)
+        self._core.check_rank("root", root)
         array = as_array(x)
-        return self._issue(
-            lambda bound: gather_task(bound.engine, array, root, out, self.choose, uneven=uneven), timeout, async_op
+        return self._core.issue(
+            lambda bound: gather_task(bound.engine, array, root, out, self._core.choose, uneven=uneven),
+            timeout,
+            async_op,
         )
 
     @overload
@@ -612,7 +505,7 @@ class Collectives(ObjectCollectives):
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
         array = as_array(x)
-        return self._issue(
+        return self._core.issue(
             lambda bound: all_to_all_task(bound.engine, array, send_counts, recv_counts, out), timeout, async_op
         )
 
@@ -656,13 +549,13 @@ class Collectives(ObjectCollectives):
             UnsupportedOp: the dtype cannot be sent.
             PacelineError: the generation has failed; see `paceline.errors` for how.
         """
-        self._check_rank("to", to)
-        self._check_rank("source", source)
+        self._core.check_rank("to", to)
+        self._core.check_rank("source", source)
         if (to == self.rank) != (source == self.rank):
             raise InvalidRank(
                 f"a shift to rank {to} from rank {source}, at rank {self.rank}: name this rank in both or in neither"
             )
         array = as_array(x)
-        return self._issue(
+        return self._core.issue(
             lambda bound: shift_task(bound.engine, array, to, source, out, labelled(label)), timeout, async_op
         )

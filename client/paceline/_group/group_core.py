@@ -1,31 +1,43 @@
-"""The common part of all calls of a group: its members, its binding to one generation, and how calls are issued."""
+"""The inside of a group: its binding to one generation, its parts, its owner's settings, and how calls are issued.
+
+Users hold the outside, `Group`, whose `_core` this is.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline._base.activity import FlightRecorder, MemberCounters
-from paceline._base.arrays import Array
 from paceline._base.sum_order import EVEN, SumOrder
 from paceline._base.work import Lane, Progress, Work
 from paceline._collectives.choose import choose as choose_by_rules
 from paceline._collectives.engine import CollectiveCall, Engine
 from paceline._collectives.mailbox import Mailbox
-from paceline._collectives.tasks import Chooser, Task, barrier_task
-from paceline._links.base import Mesh, Peer
+from paceline._collectives.tasks import Chooser, Task
+from paceline._links.base import MAX_GROUP_NAME, Mesh, Peer
+from paceline._links.submesh import SubMesh
 from paceline.config import Config, checked_timeout
 from paceline.engines import DataEngine
-from paceline.errors import ConcurrentUse, InvalidRank, PacelineError, StaleGeneration, StepOrderError, UnsupportedOp
+from paceline.errors import (
+    ConcurrentUse,
+    InvalidRank,
+    LimitExceeded,
+    PacelineError,
+    StaleGeneration,
+    StepOrderError,
+    UnsupportedOp,
+)
 
 PIGGYBACK_SIZE = 26
 """Most numbers in a piggyback."""
@@ -82,6 +94,9 @@ Around: TypeAlias = Callable[[Callable[[], Any], float], Any]
 """Runs an operation when its turn comes: gets a function that does, and the deadline as a `time.monotonic()` value.
 Returns what that function returns."""
 
+Rule: TypeAlias = Callable[[Sequence[Peer], int], list[int]]
+"""Maps all members and the own rank to the ranks of the members of a part, in order."""
+
 _LABEL = re.compile(r"[\w-]{1,40}", re.ASCII)
 
 
@@ -122,7 +137,24 @@ class Piggyback(Protocol):
 
 
 class GroupCore:
-    """Members of a group, and the path of every operation: see `Group`."""
+    """The inside of a group, which the rest of the library uses.
+
+    Args:
+        mesh: this member's links.
+        config: timeouts.
+        choose: picks schedules; must be the same function on all ranks.
+        parent: the group that this one is a part of; None for the view.
+        name: name of the part, unique within the parent; "" for the view.
+        label: text on which the members of a part must agree, for signatures.
+
+    Attributes:
+        choose: picks schedules; may be set, to the same on all ranks, while no collective is under way.
+        recorder: the last 1,000 operations of this member, in this group and its parts.
+        counters: what this member has counted, in this group and its parts.
+        on_abort: called with the error when the generation has failed, in the thread that raises it.
+        parent: as above.
+        bound: the group's binding to the present generation.
+    """
 
     def __init__(
         self,
@@ -130,77 +162,43 @@ class GroupCore:
         config: Config,
         *,
         choose: Chooser = choose_by_rules,
+        parent: GroupCore | None = None,
         name: str = "",
         label: str = "",
-        recorder: FlightRecorder | None = None,
-        counters: MemberCounters | None = None,
     ) -> None:
         self._config = config
         self._step_timeout = checked_timeout(config.step_timeout)
         self.choose = choose
+        self.parent = parent
+        self._name = name
         self._label = label
         self._lock = threading.Lock()
-        self.recorder = recorder if recorder is not None else FlightRecorder()
-        self.on_abort: Callable[[BaseException], None] | None = None
-        self._owner = _OwnerState()
+        self._rule: Rule | None = None
+        self._parts: set[GroupCore] = set()  # those that are not closed
+        self._splits = 0
         self._in_thread = threading.local()
-        self.counters = counters if counters is not None else MemberCounters()
-        self._bound = Binding(mesh, name, label, self.recorder, self.counters)
-
-    def __repr__(self) -> str:
-        bound = getattr(self, "_bound", None)  # None while the group is being made
-        if bound is None or not bound.mesh.size:
-            return "<Group in no view>"
-        mesh, part = bound.mesh, ""
-        if bound.name:
-            first = ", ".join(str(peer.rank) for peer in mesh.peers[:8])
-            part = f" (ranks {first}{', ...' if mesh.size > 8 else ''} of the view)"
-        stale = ", stale" if bound.stale else ""
-        return f"<Group rank {mesh.rank} of {mesh.size}{part}, generation {mesh.generation}{stale}>"
-
-    @property
-    def rank(self) -> int:
-        """This member's rank in the group."""
-        return self._bound.mesh.rank
-
-    @property
-    def size(self) -> int:
-        """World size W: number of the group's members."""
-        return self._bound.mesh.size
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Each member's rank in the view."""
-        return tuple(peer.rank for peer in self._bound.mesh.peers)
-
-    @property
-    def members(self) -> Sequence[Peer]:
-        """The members in the order of their ranks in the group."""
-        return self._bound.mesh.peers
+        self.recorder: FlightRecorder = FlightRecorder() if parent is None else parent.recorder
+        self.counters: MemberCounters = MemberCounters() if parent is None else parent.counters
+        self.on_abort: Callable[[BaseException], None] | None = None if parent is None else parent.on_abort
+        self._owner: _OwnerState = _OwnerState() if parent is None else parent._owner
+        full = f"{parent.bound.name}/{name}" if parent is not None and parent.bound.name else name
+        if len(full) > MAX_GROUP_NAME:
+            raise LimitExceeded(f"too many nested groups: their names together may have {MAX_GROUP_NAME} bytes")
+        self.bound: Binding = Binding(mesh, full, label, self.recorder, self.counters)
 
     @property
     def mesh(self) -> Mesh:
         """This member's links in the current generation; for tests, tools and the group's owner."""
-        return self._bound.mesh
-
-    @property
-    def generation(self) -> int:
-        """The generation of the group's members."""
-        return self._bound.mesh.generation
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this member has sent to the others in this generation, in all groups."""
-        return self._bound.mesh.bytes_sent
+        return self.bound.mesh
 
     @property
     def has_same_state(self) -> bool:
         """True if all members are known to hold the same state, because `session.steps` has checked it."""
-        return self._owner.same_state_in == self.generation
+        return self._owner.same_state_in == self.mesh.generation
 
     def confirm_same_state(self) -> None:
         """Notes that all members of this generation hold the same state. For the group's owner."""
-        self._owner.same_state_in = self.generation
+        self._owner.same_state_in = self.mesh.generation
 
     @property
     def is_elastic(self) -> bool:
@@ -210,7 +208,7 @@ class GroupCore:
     @property
     def most_members(self) -> int:
         """The largest number of members that any generation can have."""
-        return self.size if self._owner.most is None else self._owner.most
+        return self.mesh.size if self._owner.most is None else self._owner.most
 
     def make_elastic(self, most: int) -> None:
         """Notes that members may come and go, up to `most` of them. For the group's owner."""
@@ -229,11 +227,11 @@ class GroupCore:
     @property
     def takes_piggybacks(self) -> bool:
         """True if a reducer has asked for a piggyback in this generation."""
-        return self._owner.piggyback_taken_in == self.generation
+        return self._owner.piggyback_taken_in == self.mesh.generation
 
     def take_piggyback(self) -> Piggyback | None:
         """Returns the waiting numbers once, then None."""
-        self._owner.piggyback_taken_in = self.generation
+        self._owner.piggyback_taken_in = self.mesh.generation
         piggyback, self._owner.piggyback = self._owner.piggyback, None
         return piggyback
 
@@ -274,47 +272,9 @@ class GroupCore:
         """Why no collective may be called now; empty if collectives are allowed."""
         return self._owner.ban_reason
 
-    def global_rank(self, rank: int) -> int:
-        """Returns the rank in the view of the member with this rank in the group.
-
-        Raises:
-            InvalidRank: there is no such member.
-        """
-        self._check_rank("rank", rank)
-        return self._bound.mesh.peers[rank].rank
-
-    def group_rank(self, rank: int) -> int | None:
-        """Returns the rank in the group of the member with this rank in the view; None if it is not in the group."""
-        return next((place for place, peer in enumerate(self._bound.mesh.peers) if peer.rank == rank), None)
-
     def progress(self) -> Progress:
         """Returns the operation that this member is at."""
-        return self._bound.lane.progress
-
-    @overload
-    def barrier(self, timeout: float | None = ..., *, async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def barrier(self, timeout: float | None = ..., *, async_op: Literal[True]) -> Work[None]: ...
-    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Work[None] | None:
-        """Waits until all ranks have called it.
-
-        Args:
-            timeout: seconds.
-            async_op: return a `Work`, which ends when all ranks have called.
-
-        Raises:
-            PacelineError: the generation has failed.
-        """
-        return self._issue(lambda bound: barrier_task(bound.engine, self.choose), timeout, async_op)
-
-    def hand_over(self, *, to_all: bool = False) -> None:
-        """Lets another thread continue with collectives of this group: the next thread that calls one owns them.
-
-        Args:
-            to_all: any thread may call collectives at any time in this generation. The caller must ensure that all
-                ranks call them in one order.
-        """
-        self._bound.lane.hand_over(to_all=to_all)
+        return self.bound.lane.progress
 
     @contextmanager
     def surrounded(self, around: Around) -> Iterator[None]:
@@ -328,20 +288,102 @@ class GroupCore:
         finally:
             del self._in_thread.around
 
-    def empty(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Array:
-        """Returns a new array that links can use without a copy; its contents are undefined.
+    def subgroup(self, bound: Binding, members: Iterable[int], name: str) -> Self:
+        """Makes a part of this group for the generation of a binding; see `Group.subgroup`."""
+        chosen = sorted(members)
+        digest = _digest(bound.mesh.peers, chosen)
+        with self._lock:
+            key = f"{digest}-{name}"
+            bound.parts[key] += 1
+            full = f"{key}-{bound.parts[key]}"
+        return self._part(bound, chosen, full, full)
 
-        The array outlives the generation. Without shared memory, or if none is left, it is an ordinary array. A forked
-        child shares its memory, instead of having a copy.
+    def split(self, rule: Rule) -> Self:
+        """Makes a part that lasts: each new view is split by the same rule."""
+        bound = self.enter(calls=False)
+        with self._lock:
+            self._splits += 1
+            name = f"split{self._splits}"
+        members = rule(bound.mesh.peers, bound.mesh.rank)
+        part = self._part(bound, members, name, f"{name}-{_digest(bound.mesh.peers, members)}")
+        part._rule = rule
+        return part
+
+    def _part(self, bound: Binding, members: Sequence[int], name: str, label: str) -> Self:
+        mesh = SubMesh(bound.mesh, members, name)
+        part = type(self)(mesh, self._config, choose=self.choose, parent=self, name=name, label=label)
+        with self._lock:
+            self._parts.add(part)
+        return part
+
+    def close(self, timeout: float, drain: float | None) -> None:
+        """Ends queued operations, then closes the links; see `Group.close`."""
+        now = monotonic()
+        self._end_lanes(now + timeout)
+        self._close_links(now + (timeout if drain is None else drain))
+
+    def _end_lanes(self, deadline: float) -> None:
+        for part in list(self._parts):
+            part._end_lanes(deadline)
+        self.bound.end_lane(deadline)
+
+    def _close_links(self, deadline: float) -> None:
+        for part in list(self._parts):
+            part._close_links(deadline)
+        self.bound.mesh.close(deadline)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.parent is not None:
+            with self.parent._lock:
+                self.parent._parts.discard(self)
+
+    def flush(self) -> None:
+        """Waits until no collective is running or queued, on this group and its parts."""
+        for part in list(self._parts):
+            part.flush()
+        self.bound.lane.flush()
+
+    def move(self, mesh: Mesh) -> None:
+        """Moves the group to the next generation. Its owner calls this while no collective is under way.
+
+        Lasting parts move too; all other parts become stale.
         """
-        return self._bound.mesh.empty(shape, np.dtype(dtype))
+        plan = self._plan(mesh)  # first, because a rule may raise, and then nothing must have moved
+        self.counters.generation_ended(self.mesh.sent_bytes)
+        for group in [self, *(group for group, *_ in plan)]:
+            for part in list(group._parts):
+                if part._rule is None:
+                    part._expire()
+        for group, its_mesh, label in [(self, mesh, self._label), *plan]:
+            group.bound.abandon()
+            group._label = label
+            group.bound = Binding(its_mesh, group.bound.name, label, self.recorder, self.counters)
 
-    def _enter(self, *, calls: bool = True) -> Binding:
+    def _plan(self, mesh: Mesh) -> list[tuple[GroupCore, Mesh, str]]:
+        """Returns the lasting parts, with their links and labels in the generation of a mesh."""
+        plan: list[tuple[GroupCore, Mesh, str]] = []
+        for part in list(self._parts):
+            if part._rule is not None:
+                members = part._rule(mesh.peers, mesh.rank)
+                of_part = SubMesh(mesh, members, part._name)
+                plan.append((part, of_part, f"{part._name}-{_digest(mesh.peers, members)}"))
+                plan += part._plan(of_part)
+        return plan
+
+    def _expire(self) -> None:
+        """Marks this part and its own parts as stale, because their generation is over."""
+        for part in list(self._parts):
+            part._expire()
+        self.bound.abandon()
+        self._forget()
+
+    def enter(self, *, calls: bool = True) -> Binding:
         """Checks at the start of every public call that the generation is not over; returns the binding to use.
 
         The group may move on meanwhile. A call that sends nothing passes `calls=False`, and so is never banned.
         """
-        bound = self._bound
+        bound = self.bound
         if bound.stale:
             text = f"this group was made for generation {bound.mesh.generation}, which is over; make a new one"
             raise StaleGeneration(text, generation=bound.mesh.generation)
@@ -353,29 +395,29 @@ class GroupCore:
         try:
             bound.mesh.fault.check()
         except PacelineError as error:
-            self._tell_abort(error)
+            self.tell_abort(error)
             raise
         return bound
 
-    def _deadline(self, timeout: float | None, started: float) -> float:
+    def deadline(self, timeout: float | None, started: float) -> float:
         return started + (self._step_timeout if timeout is None else checked_timeout(timeout))
 
-    def _check_rank(self, what: str, rank: object) -> None:
-        if not self.size:
-            self._enter()  # if the group has no valid view, its error says more than an invalid rank
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
-            raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.size}, at rank {self.rank}")
+    def check_rank(self, what: str, rank: object) -> None:
+        if not self.mesh.size:
+            self.enter()  # if the group has no valid view, its error says more than an invalid rank
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self.mesh.size:
+            raise InvalidRank(f"{what} {rank!r} lies outside the world of {self.mesh.size}, at rank {self.mesh.rank}")
 
     @overload
-    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: Literal[False]) -> T: ...
+    def issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: Literal[False]) -> T: ...
     @overload
-    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
-    def _issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
+    def issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]: ...
+    def issue(self, make: Callable[[Binding], Task[T]], timeout: float | None, async_op: bool) -> T | Work[T]:
         """Makes a task, and runs it when its turn comes."""
-        bound = self._enter()
+        bound = self.enter()
         task = make(bound)
         started = monotonic()
-        deadline = self._deadline(timeout, started)
+        deadline = self.deadline(timeout, started)
         body, around = task.body, getattr(self._in_thread, "around", None)
         if around is not None:
             body = partial(_run_inside, around, task.body)
@@ -389,7 +431,7 @@ class GroupCore:
                     result = bound.engine.attempt(CollectiveCall(operation, task.signature, started, deadline), body)
                 except BaseException as error:
                     entry.end(error)
-                    self._tell_abort(error)
+                    self.tell_abort(error)
                     raise
                 entry.end()
                 return result
@@ -402,10 +444,16 @@ class GroupCore:
             bound.engine.abort(error.operation, error)
             raise
 
-    def _tell_abort(self, error: BaseException) -> None:
+    def tell_abort(self, error: BaseException) -> None:
         """Calls `on_abort` if the generation has failed, after the other members were told."""
-        if self.on_abort is not None and self._bound.mesh.fault.failed:
+        if self.on_abort is not None and self.bound.mesh.fault.failed:
             self.on_abort(error)
+
+
+def _digest(peers: Sequence[Peer], members: Sequence[int]) -> str:
+    """Returns a digest of a list of members, 16 hexadecimal digits."""
+    ids = " ".join(str(peers[member].rank) for member in members)
+    return hashlib.sha256(ids.encode()).hexdigest()[:16]
 
 
 def _run_inside(around: Around, body: Callable[[CollectiveCall], T], call: CollectiveCall) -> T:

@@ -11,13 +11,13 @@ from paceline._collectives import blame
 from paceline._collectives.gather_tasks import all_gather_task, gather_task
 from paceline._collectives.objects import decode_object, encode_object
 from paceline._collectives.tasks import broadcast_task
-from paceline._group.group_core import GroupCore
+from paceline._group.group_face import GroupFace
 
 _HEAD = 8
 """Bytes of the length that precedes each object."""
 
 
-class ObjectCollectives(GroupCore):
+class ObjectCollectives(GroupFace):
     """The collectives of objects of a `Group`."""
 
     def broadcast_object(self, o: object = None, *, root: int = 0, timeout: float | None = None) -> Any:
@@ -32,10 +32,10 @@ class ObjectCollectives(GroupCore):
             UnsupportedOp: the object, or something in it, has a type that cannot be sent; the text says where.
             InvalidRank, PacelineError: as for `broadcast`.
         """
-        self._check_rank("root", root)
+        self._core.check_rank("root", root)
         data = _encode(o) if self.rank == root else None
-        sent = self._issue(
-            lambda bound: broadcast_task(bound.engine, data, root, None, self.choose, "broadcast_object"),
+        sent = self._core.issue(
+            lambda bound: broadcast_task(bound.engine, data, root, None, self._core.choose, "broadcast_object"),
             timeout,
             async_op=False,
         )
@@ -48,8 +48,10 @@ class ObjectCollectives(GroupCore):
             UnsupportedOp, PacelineError: as for `broadcast_object`.
         """
         data = _encode(o)
-        joined = self._issue(
-            lambda bound: all_gather_task(bound.engine, data, None, self.choose, uneven=True, kind="all_gather_object"),
+        joined = self._core.issue(
+            lambda bound: all_gather_task(
+                bound.engine, data, None, self._core.choose, uneven=True, kind="all_gather_object"
+            ),
             timeout,
             async_op=False,
         )
@@ -61,10 +63,12 @@ class ObjectCollectives(GroupCore):
         Raises:
             UnsupportedOp, InvalidRank, PacelineError: as for `broadcast_object`.
         """
-        self._check_rank("root", root)
+        self._core.check_rank("root", root)
         data = _encode(o)
-        joined = self._issue(
-            lambda bound: gather_task(bound.engine, data, root, None, self.choose, uneven=True, kind="gather_object"),
+        joined = self._core.issue(
+            lambda bound: gather_task(
+                bound.engine, data, root, None, self._core.choose, uneven=True, kind="gather_object"
+            ),
             timeout,
             async_op=False,
         )
@@ -86,7 +90,7 @@ class ObjectCollectives(GroupCore):
                 raise ValueError(f"an array of shape {data.shape} and dtype {data.dtype}")
             return decode_object(data[_HEAD:].data)
         except ValueError as error:
-            mesh = self._bound.mesh
+            mesh = self._core.mesh
             mesh.fault.suspect(blame.broke_protocol(mesh.peers, mesh.rank, source, 0, "objects", str(error)))
             raise mesh.fault.error() from None
 

@@ -22,8 +22,29 @@ def microbatch_seed(seed: int, step: int, number: int) -> list[int]:
     return [seed, step, _MICROBATCHES, number]
 
 
+class StepGroupCore(Protocol):
+    """The part of a group's inside that this package uses."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The links to the members."""
+
+    def set_order(self, order: SumOrder) -> None:
+        """Sets the order in which gradients are summed from now on."""
+
+    def set_gradient_weight(self, weight: float) -> None:
+        """Sets the weight of this member's gradients from now on."""
+
+    def progress(self) -> Any:
+        """Returns the operation that this member is at."""
+
+
 class StepGroup(Protocol):
     """The part of `paceline.Group` that this package uses."""
+
+    @property
+    def _core(self) -> StepGroupCore:
+        """Its inside."""
 
     @property
     def rank(self) -> int:
@@ -34,27 +55,14 @@ class StepGroup(Protocol):
         """W."""
 
     @property
-    def mesh(self) -> Mesh:
-        """The links to the members."""
-
-    @property
     def members(self) -> Sequence[Peer]:
         """The members in rank order."""
-
-    def set_order(self, order: SumOrder) -> None:
-        """Sets the order in which gradients are summed from now on."""
-
-    def set_gradient_weight(self, weight: float) -> None:
-        """Sets the weight of this member's gradients from now on."""
 
     def all_gather(self, x: Any, *, label: Any = "", async_op: Any = False) -> Any:
         """Joins the arrays of all ranks on axis 0."""
 
     def barrier(self) -> Any:
         """Waits for all ranks."""
-
-    def progress(self) -> Any:
-        """Returns the operation that this member is at."""
 
 
 class Batches(Protocol):

@@ -75,11 +75,11 @@ class StepMicrobatches:
     def begin(self) -> None:
         """Begins the step's block."""
         self._seed_frameworks(self._seed, self.step.number)
-        self._group.set_order(self._attempt.between)
+        self._group._core.set_order(self._attempt.between)
 
     def end(self) -> None:
         """Ends the step's block."""
-        self._group.set_order(EVEN)
+        self._group._core.set_order(EVEN)
 
     def read(self) -> tuple[Microbatch, ...]:
         """Returns this rank's microbatches, in order, and before them one of another rank that it checks."""
@@ -144,7 +144,7 @@ class StepMicrobatches:
         if not self.step.entered or self.step.left:
             raise StepOrderError("`with micro:` belongs inside `with step:`, one microbatch after the other")
         if not self._has_mates:  # they may be in the block of this microbatch already
-            self._group.mesh.fault.check()  # do not compute a microbatch of a step that will be undone
+            self._group._core.mesh.fault.check()  # do not compute a microbatch of a step that will be undone
         self._attempt.enter(turn)
         if turn.is_first or turn.is_check:  # later, the ranks are at different microbatches, so they would not meet
             try:
@@ -152,14 +152,14 @@ class StepMicrobatches:
             except BaseException:
                 self._attempt.leave(turn, whole=False)
                 raise
-        self._group.set_order(turn)
-        self._group.set_gradient_weight(weight)
+        self._group._core.set_order(turn)
+        self._group._core.set_gradient_weight(weight)
         self._seed_frameworks(*seed)
 
     def leave(self, turn: MicrobatchTurn, *, whole: bool) -> None:
         """See `MicrobatchRunner`."""
-        self._group.set_order(self._attempt.between)
-        self._group.set_gradient_weight(1.0)
+        self._group._core.set_order(self._attempt.between)
+        self._group._core.set_gradient_weight(1.0)
         # What is drawn after the microbatches does not depend on how many they were.
         self._seed_frameworks(self._seed, self.step.number)
         if self._attempt.leave(turn, whole=whole) and self._kept_sums is not None:
@@ -189,8 +189,8 @@ class StepMicrobatches:
         try:
             return held_of_row(row)
         except ValueError as error:
-            mesh = self._group.mesh
+            mesh = self._group._core.mesh
             text = f"step {self.step.number}: {mesh.peers[rank]} {error}"
-            operation = self._group.progress().operation
+            operation = self._group._core.progress().operation
             mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL, rank, operation, text))
             raise mesh.fault.error() from None

@@ -62,7 +62,7 @@ def compare_twice(group: StepGroup, what: ComputedTwice, digests: Mapping[bool, 
     `digests` are this rank's: of what it computed as the owner (False), and to check it (True). A rank with other bits
     than the majority raises `DivergenceError`; so do all that have computed it if there is no majority.
     """
-    mesh = group.mesh
+    mesh = group._core.mesh
     mine = np.frombuffer(digests[False].digest() + digests[True].digest(), np.uint8)
     rows: Any = group.all_gather(mine[None], label=f"twice-{step}")
     found = [(what.owner, rows[what.owner, :32].tobytes())]
@@ -77,7 +77,7 @@ def compare_twice(group: StepGroup, what: ComputedTwice, digests: Mapping[bool, 
     _log.error("%s", text)
     if mesh.rank in odd or len(odd) == len({rank for rank, _ in found}):
         raise DivergenceError(text, ranks=tuple(odd), generation=mesh.generation)
-    operation = group.progress().operation
+    operation = group._core.progress().operation
     mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, odd[0], operation, text))
     mesh.fault.check()
 

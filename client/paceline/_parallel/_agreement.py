@@ -157,7 +157,7 @@ def agree(
             raise NewcomerDiffers(text, newcomer, ranks=error.ranks) from error
         raise error
 
-    if group.has_same_state:
+    if group._core.has_same_state:
         return 0
     fingerprint = _fingerprint(arrays)
     odd = _differ(_tell_all(group, [fingerprint]))

@@ -148,7 +148,7 @@ class DDP:
                 attempt are dropped, and all ranks together may repeat the attempt.
         """
         if weight is None:
-            weight = self.group.gradient_weight if self.group.order.is_leaf else rows_of(dy)
+            weight = self.group._core.gradient_weight if self.group._core.order.is_leaf else rows_of(dy)
         with self._synchronizer.backward_pass(weight) as factor:
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)
@@ -255,9 +255,9 @@ class ReplicatedModel:
         self._carried = carried
         self._over_links = over_links
         self._stepwise = False
-        if group.engine_name != "links" and compression is not None:
+        if group._core.engine_name != "links" and compression is not None:
             raise UnsupportedOp(
-                f"compression={compression!r} with the engine {group.engine_name!r}: engines do not compress, so "
+                f"compression={compression!r} with the engine {group._core.engine_name!r}: engines do not compress, so "
                 "leave out one of the two"
             )
 
@@ -281,10 +281,10 @@ class ReplicatedModel:
         """See `SynchronizedModel`."""
         parameters, buffers = parameters_of(self.module), buffers_of(self.module)
         group = self._group
-        compares = group.size > 1 and not group.has_same_state
+        compares = group.size > 1 and not group._core.has_same_state
         values = {path: p.data for path, p in parameters.items()} if compares else {}
         asked = "left out" if self._bucket_mb is None else f"{self._bucket_mb:g}"
-        engine = self._group.engine_name
+        engine = self._group._core.engine_name
         settings = {"bucket_mb": asked, "compression": self._codec or self._low_rank, "engine": engine}
         manifest = ModelManifest.of(parameters, buffers, **settings)
         arrays = [*values.values(), *buffers.values()]
@@ -292,7 +292,7 @@ class ReplicatedModel:
         if compares:
             write_back(self.module, values, buffers)
         if engine != "links":
-            self._group.open_engine()  # it connects while the model computes
+            self._group._core.open_engine()  # it connects while the model computes
         cap_bytes = self._cap_bytes(parameters)
         if self.reducer is not None and self.reducer.serves(parameters, cap_bytes):
             self.reducer.new_generation()  # keeps the memory, and the errors for feedback

@@ -140,7 +140,7 @@ class FSDP:
             with sharded.running_backward():
                 return self.module.backward(dy)
         if weight is None:
-            weight = self.group.gradient_weight if self.group.order.is_leaf else rows_of(dy)
+            weight = self.group._core.gradient_weight if self.group._core.order.is_leaf else rows_of(dy)
         with sharded.backward_pass(weight) as factor, sharded.running_backward():
             # Backward is linear in dy: scaling dy, the smallest array, weights all gradients.
             self.module.backward(dy if factor in (0, 1) else dy * factor)

@@ -170,13 +170,13 @@ class GradientSynchronizer:
         moved = self.reducer is not None and self._generation != self._group.generation
         if self.reducer is not None and not moved and self.reducer.fits():
             return self.reducer
-        self._group.order.check_may_agree()
+        self._group._core.order.check_may_agree()
         if moved:  # newcomers use the model for the first time, so all ranks start afresh
             self.accumulation.drop()
         if self.accumulation.micro_batches:
             raise StepOrderError("a parameter was frozen or unfrozen in the middle of an accumulation")
         first_use = self.reducer is None
-        with self._group.order.collectives():
+        with self._group._core.order.collectives():
             self.reducer = self._model.agree(may_change=may_change, agreed_in=self._generation)
         self._generation = self._group.generation
         before = self.accumulation
@@ -193,7 +193,7 @@ class GradientSynchronizer:
 
         Wrappers call it before each forward pass. The first call of a step may agree on the model.
         """
-        order = self._group.order
+        order = self._group._core.order
         if order.is_leaf and order is not self._leaf_buffers.order:
             self.prepare()
             order.begin_forward()
@@ -214,7 +214,7 @@ class GradientSynchronizer:
         reducer = self.prepare(may_change=False)
         reduces = self._reduces if reduces is None else reduces
         weight = checked_weight(weight)
-        order = self._group.order
+        order = self._group._core.order
         if order.is_leaf:
             self._check_forward(order)
         order.begin_pass(self, reduces=reduces)
@@ -256,7 +256,7 @@ class GradientSynchronizer:
         path = accumulation.written_by_others(or_zeros=True)
         if path is None and not accumulation.micro_batches and not owed:
             return
-        self._group.order.check_by_hand()
+        self._group._core.order.check_by_hand()
         by_hand = not accumulation.micro_batches
         if not by_hand:
             if path is not None:

@@ -134,11 +134,11 @@ class GroupTransport:
     @property
     def ban_reason(self) -> str:
         """See `GradientTransport`."""
-        return self._group.ban_reason
+        return self._group._core.ban_reason
 
     def take_piggyback(self) -> Piggyback | None:
         """See `GradientTransport`."""
-        return self._group.take_piggyback()
+        return self._group._core.take_piggyback()
 
 
 class HostTransport(GroupTransport):
@@ -189,7 +189,7 @@ class HostTransport(GroupTransport):
         """Sums `out` over the ranks in place; in a tree, `terms` into `out`."""
         order, async_op = bucket.order, in_background
         if order.leaves:
-            return self._group.all_reduce_tree(
+            return self._group._core.all_reduce_tree(
                 terms, leaves=order.leaves, out=out, nodes=order.nodes, divisor=divisor, async_op=async_op
             )
         how: Any = {"out": out, "async_op": async_op}  # mypy takes either overload then
@@ -227,5 +227,5 @@ class EngineTransport(HostTransport):
     def start(self, bucket: Bucket, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
         gradients, tail = bucket.flat[: -bucket.exact], bucket.flat[-bucket.exact :]
-        work = self._carrying.all_reduce_carried(gradients, tail, divisor=divisor, async_op=in_background)
+        work = self._carrying._core.all_reduce_carried(gradients, tail, divisor=divisor, async_op=in_background)
         return work if in_background else None

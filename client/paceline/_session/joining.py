@@ -38,8 +38,8 @@ class Joining:
                 if not member.first_view.is_over:  # otherwise `give_up` cancelled it, and its error is raised below
                     raise
             member.first_view.wait(max(0.0, deadline - time.monotonic()), timeout)
-            member.flight = FlightLog(member.group.recorder, member.describe, flight_directory(os.environ))
-            member.group.on_abort = member.flight.on_abort
+            member.flight = FlightLog(member.group._core.recorder, member.describe, flight_directory(os.environ))
+            member.group._core.on_abort = member.flight.on_abort
             member.flight.watch_signal()
             keep_stack_file()
             member.job_mark.show(member.door_key)

@@ -38,7 +38,7 @@ def leave(member: MemberConnection, cause: str = "", *, exhausted: bool = False)
         if member.generations.mesh is not None:
             if cause and member.mesh.peers:
                 text = f"{member.mesh.peers[member.mesh.rank]} raised {cause}"
-                operation = member.group.progress().operation
+                operation = member.group._core.progress().operation
                 member.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, None, operation, text))
             # A slow peer has time to receive what was sent; a lost one ends the wait.
             member.group.close(CLOSE_TIMEOUT, drain=member.config.step_timeout)

@@ -144,7 +144,7 @@ class MemberConnection:
         old = self.mesh
         self.generations.move(mesh)
         self.line.generation_began()
-        self.group.move(mesh)
+        self.group._core.move(mesh)
         self.thread.loop.call_soon_threadsafe(self._end_mesh, old)
 
     def _tell_first_commit(self) -> None:
@@ -260,7 +260,7 @@ class MemberConnection:
             # Others may still wait in the meeting, and this member for them in its step: now all of them can meet.
             text = f"{self.mesh.peers[self.mesh.rank]} continued without the coordinator, which is back now"
             raised = ErrorReason.ERROR_REASON_PEER_RAISED
-            self.mesh.fault.suspect(Suspicion(raised, None, self.group.progress().operation, text))
+            self.mesh.fault.suspect(Suspicion(raised, None, self.group._core.progress().operation, text))
         for entry in self.barriers.in_flight():
             self._send(pb.SessionRequest(enter_barrier=entry))
         self.generations.report_again()
@@ -291,7 +291,7 @@ class MemberConnection:
     def _record(self) -> dict[str, Any]:
         if self.generations.mesh is None:
             return whole_record(None, {"job": self.job, "member_id": self.member_id})
-        return whole_record(self.group.recorder, self.describe())
+        return whole_record(self.group._core.recorder, self.describe())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -357,7 +357,7 @@ class MemberConnection:
         assert self.control is not None
         self.group = Group(mesh, self.config)
         if self.wanted.max_workers > self.wanted.min_workers:
-            self.group.make_elastic(self.wanted.max_workers)
+            self.group._core.make_elastic(self.wanted.max_workers)
         self.store = CoordinatorStore(self.thread, self.control.channel, self._caller, self.config.call_timeout)
         self.generations.mesh = mesh
         self.first_view.came()
@@ -370,9 +370,9 @@ class MemberConnection:
         """Makes the next heartbeat."""
         if self.generations.mesh is None:
             return pb.Heartbeat()
-        progress, doing = self.group.progress(), ""
+        progress, doing = self.group._core.progress(), ""
         if progress.inside:
-            signature = self.group.recorder.find(self.group.generation, "", progress.operation)
+            signature = self.group._core.recorder.find(self.group.generation, "", progress.operation)
             doing = signature.partition(b" ")[0].decode("ascii", "replace")[:64] if signature else ""
         counters, now = counted_since(self._counted_before, self._counted()), time.monotonic()
         return pb.Heartbeat(
@@ -398,4 +398,4 @@ class MemberConnection:
         )
 
     def _counted(self) -> Counters:
-        return self.group.counters.read(self.group.mesh.sent_bytes)
+        return self.group._core.counters.read(self.group._core.mesh.sent_bytes)

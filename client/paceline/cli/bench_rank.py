@@ -67,8 +67,8 @@ def measure(
 
     def time_calls(schedule: str | None, count: int) -> Any:
         """Returns the seconds of each call at its slowest rank; the same array at all ranks."""
-        clock, times, ordinary = time.perf_counter, np.empty(count), group.choose
-        group.choose = partial(choose, rules=only(collective, schedule)) if schedule else ordinary
+        clock, times, ordinary = time.perf_counter, np.empty(count), group._core.choose
+        group._core.choose = partial(choose, rules=only(collective, schedule)) if schedule else ordinary
         group.barrier()
         for index in range(count):
             if collective in _SEPARATE:
@@ -76,7 +76,7 @@ def measure(
             start = clock()
             call()
             times[index] = clock() - start
-        group.choose = ordinary
+        group._core.choose = ordinary
         return group.all_reduce(times, op="max")
 
     turns = 1 if len(schedules) == 1 else _TURNS
@@ -85,12 +85,12 @@ def measure(
         once = float(time_calls(schedule, 4)[1:].min())  # the first call opens links
         counts.append(-(-int(np.clip(seconds / once, _LEAST, _MOST)) // turns))
     times = [[time_calls(*lane) for lane in zip(schedules, counts, strict=True)] for _ in range(turns)]
-    purpose, mesh = Purpose.POINT_TO_POINT if collective == "send_recv" else Purpose.COLLECTIVE, group.mesh
+    purpose, mesh = Purpose.POINT_TO_POINT if collective == "send_recv" else Purpose.COLLECTIVE, group._core.mesh
     own = [mesh.link(peer, purpose).kind for peer in mesh.linked(purpose)]
     used = {kind for of in group.all_gather_object(own) for kind in of}
     for schedule, found in zip(schedules, zip(*times, strict=True), strict=True):
         if schedule is None and collective in SCHEDULES:
-            schedule = group.choose(collective, nbytes, group.size, nodes=nodes_of(mesh.peers)).schedule
+            schedule = group._core.choose(collective, nbytes, group.size, nodes=nodes_of(mesh.peers)).schedule
         median, p10, p99 = np.percentile(np.concatenate(found), (50, 10, 99)).tolist()
         rate = nbytes / median * bus_factor(collective, group.size)
         yield {

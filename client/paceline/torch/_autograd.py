@@ -456,7 +456,7 @@ class AutogradDriver:
         self._task = task
 
     def _next_weight(self) -> float:
-        return self._group.gradient_weight if self._weight is None else self._weight
+        return self._group._core.gradient_weight if self._weight is None else self._weight
 
     def _end(self) -> None:
         """Ends the pass: autograd has computed all gradients."""

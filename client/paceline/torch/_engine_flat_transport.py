@@ -53,7 +53,7 @@ class EngineFlatTransport:
                 self._streams.keep(whole)
                 copied = self._streams.mark()
             # As bytes, which every engine gathers.
-            work = self._ranks.all_gather_carried(OnDevice(whole.view(torch.uint8), copied), label=label)
+            work = self._ranks._core.all_gather_carried(OnDevice(whole.view(torch.uint8), copied), label=label)
             work.on_done(partial(self._pinned.take_back, pinned))
         except BaseException:
             self._pinned.take_back(pinned)
@@ -75,8 +75,8 @@ class EngineFlatTransport:
         written = self._streams.mark()
         pinned = self._lend(len(whole) // self._ranks.size, whole.dtype)
         try:
-            with self._ranks.surrounded(partial(self._bring_home, whole, pinned, empty)):
-                work = self._ranks.reduce_scatter_carried(OnDevice(whole, written), label=label)
+            with self._ranks._core.surrounded(partial(self._bring_home, whole, pinned, empty)):
+                work = self._ranks._core.reduce_scatter_carried(OnDevice(whole, written), label=label)
             work.on_done(partial(self._pinned.take_back, pinned))
         except BaseException:
             self._pinned.take_back(pinned)
@@ -94,7 +94,7 @@ class EngineFlatTransport:
                 self._streams.copy(pinned, self._part(whole))
                 self._streams.keep(whole)
                 copied = self._streams.mark()
-            await_mark(copied, self._ranks.mesh.fault.check, deadline)
+            await_mark(copied, self._ranks._core.mesh.fault.check, deadline)
         sums = array_of(pinned)
         home = empty(sums.size, sums.dtype)
         home[...] = sums
@@ -104,7 +104,7 @@ class EngineFlatTransport:
         return whole.chunk(self._ranks.size)[self._ranks.rank]
 
     def _lend(self, count: int, dtype: Any) -> Tensor:
-        return self._pinned.lend(count, dtype, self._device, self._ranks.mesh.fault.check)
+        return self._pinned.lend(count, dtype, self._device, self._ranks._core.mesh.fault.check)
 
 
 def transport_of(ranks: Group, parameters: Sequence[Parameter]) -> EngineFlatTransport | None:
@@ -114,7 +114,7 @@ def transport_of(ranks: Group, parameters: Sequence[Parameter]) -> EngineFlatTra
         UnsupportedOp: the engine has no gathers and scatters on this device, or the parameters are on several.
     """
     tensors = [parameter.tensor for parameter in parameters]  # type: ignore[attr-defined]
-    engine = None if all(map(on_host, tensors)) else ranks.open_engine()
+    engine = None if all(map(on_host, tensors)) else ranks._core.open_engine()
     if engine is None:
         return None
     device = tensors[0].device

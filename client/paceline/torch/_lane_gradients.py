@@ -177,7 +177,7 @@ class LaneDriver(AutogradDriver):
 
     def __init__(self, module: Any, group: Group, **settings: Any) -> None:
         super().__init__(
-            LaneModule(module, carried=group.engine_name != "links"),
+            LaneModule(module, carried=group._core.engine_name != "links"),
             group,
             accumulation=LaneAccumulation,
             synchronizer=LaneSynchronizer,
@@ -218,7 +218,7 @@ class LaneDriver(AutogradDriver):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Lets passes in the block accumulate until the next one outside, in a microbatch until `reduce`."""
-        order = self._group.order
+        order = self._group._core.order
         if order is not self._gathered:
             self._gathered = order
             order.check_without_gradients(self.module.named_parameters())
@@ -230,7 +230,7 @@ class LaneDriver(AutogradDriver):
         if self.failed:
             return
         gathered: list[tuple[Tensor, Tensor]] = []
-        if self._group.order.is_leaf:  # for the core they are one pass, which begins without gradients
+        if self._group._core.order.is_leaf:  # for the core they are one pass, which begins without gradients
             gathered = [(p.tensor, p.tensor.grad) for _, p in self.module.named_parameters()]
         _give([(tensor, None) for tensor, _ in gathered])
         try:
@@ -242,7 +242,7 @@ class LaneDriver(AutogradDriver):
 
     def after(self, parameter: TorchParameter) -> None:
         """See `AutogradDriver`."""
-        if self.failed or (self._group.order.is_leaf and not self.synchronizer.reduces):
+        if self.failed or (self._group._core.order.is_leaf and not self.synchronizer.reduces):
             return  # the gate reports a failure; and in `no_sync` torch adds up the passes of the microbatch
         try:
             if self._pass is not None and self._pass.is_dead:
@@ -277,6 +277,6 @@ class LaneDriver(AutogradDriver):
 
     def _fail(self, error: PacelineError) -> None:
         """Leaves a failure of the generation to the gate; raises any other error, and all outside of steps."""
-        if not (self._stepwise and self._group.mesh.fault.failed):
+        if not (self._stepwise and self._group._core.mesh.fault.failed):
             raise error
         self.failed = True

@@ -124,7 +124,7 @@ class LocalTraining:
             PacelineError: a collective failed; the last microbatch of a rank ends with one. In a replica of several
                 ranks `outer_step` raises it.
         """
-        order = self.group.order
+        order = self.group._core.order
         if not order.is_leaf or order.name != f"microbatch {micro.number}":
             raise StepOrderError("replica_batches() belongs inside of `with micro:`")
         if order.is_first or order.is_check:
@@ -142,7 +142,7 @@ class LocalTraining:
         try:
             self._wrapper.backward(np.ones(1))
         except PacelineError:
-            if self.gate is None or not (self.gate.has_mates and self.group.mesh.fault.failed):
+            if self.gate is None or not (self.gate.has_mates and self.group._core.mesh.fault.failed):
                 raise  # else the gate does, on all ranks of the replica: they may be in a collective of torch now
 
     def outer_step(self, weight: float | None = None) -> None:
@@ -167,7 +167,7 @@ class LocalTraining:
             PacelineError: a collective failed. The net then keeps its local parameters; `session.steps` undoes the
                 round.
         """
-        if not self.group.order.leaves:
+        if not self.group._core.order.leaves:
             self.outer_optimizer.zero_grad()
             self._wrapper.backward(np.ones(1), float(self._inner_steps) if weight is None else weight)
         elif weight is not None:
@@ -213,7 +213,7 @@ class LocalTraining:
         self._inner_steps += 1
         if self.gate is None:
             return
-        if self.gate.has_mates or self.group.order.is_first:  # else what comes after the first microbatch is kept
+        if self.gate.has_mates or self.group._core.order.is_first:  # else what comes after the first microbatch is kept
             self.gate.check()  # do not finish a round that will be undone
 
 

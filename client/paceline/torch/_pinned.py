@@ -68,5 +68,5 @@ _of_groups: WeakKeyDictionary[Group, PinnedMemory] = WeakKeyDictionary()
 def pinned_memory(group: Group) -> PinnedMemory:
     """Returns the pinned memory of a group."""
     if group not in _of_groups:
-        _of_groups[group] = PinnedMemory(group.pinned_bytes)
+        _of_groups[group] = PinnedMemory(group._core.pinned_bytes)
     return _of_groups[group]

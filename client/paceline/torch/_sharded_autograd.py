@@ -280,8 +280,8 @@ class ShardedDriver:
         if self._given is not None:
             return self._given
         rows, group = self.sharded.synchronizer.rows, self.sharded.group
-        if group.order.is_leaf:
-            return group.gradient_weight
+        if group._core.order.is_leaf:
+            return group._core.gradient_weight
         return 1 if rows is None else rows
 
     def _end_pass(self) -> None:

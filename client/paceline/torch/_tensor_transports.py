@@ -47,11 +47,11 @@ class TensorTransport(EngineTransport):
 
     def start(self, bucket: Any, *, divisor: Callable[[], float] | None, in_background: bool) -> Work[Any] | None:
         """See `GradientTransport`."""
-        engine = self._carrying.open_engine()
+        engine = self._carrying._core.open_engine()
         assert engine is not None, "this transport is for groups with an engine"
         check_place(engine, bucket.flat.device)
         payload = bucket.payload(as_tensor=engine.traits.tensors)
-        work: Work[Any] = self._carrying.all_reduce_carried(
+        work: Work[Any] = self._carrying._core.all_reduce_carried(
             payload, bucket.tail, divisor=divisor, async_op=in_background
         )
         return work if in_background else None
@@ -118,11 +118,11 @@ class DeviceTransport(HostTransport):
     def _lend(self, bucket: TensorBucket, home: TensorMemory, times: int) -> tuple[PinnedMemory, Tensor]:
         """Lends pinned memory that has room so many times for what is in some memory of a bucket."""
         memory, size = pinned_memory(self._group), home.flat.numel() + home.tail.size
-        return memory, memory.lend(size * times, home.flat.dtype, bucket.device, self._group.mesh.fault.check)
+        return memory, memory.lend(size * times, home.flat.dtype, bucket.device, self._group._core.mesh.fault.check)
 
     @contextmanager
     def _crossing(self, bucket: TensorBucket, crossing: Crossing) -> Iterator[Sequence[NDArray[Any]]]:
         """Has the operation that is issued inside sum what crosses; yields its arrays."""
         bucket.crossing = crossing
-        with self._group.surrounded(partial(crossing.around, self._group.mesh.fault.check)):
+        with self._group._core.surrounded(partial(crossing.around, self._group._core.mesh.fault.check)):
             yield crossing.arrays

@@ -87,7 +87,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
         refuse_sync_batch_norm(module)
         self.module = module
         self.group = group
-        carries = group.engine_name != "links"
+        carries = group._core.engine_name != "links"
         self._driver = AutogradDriver(
             module,
             group,
@@ -174,7 +174,7 @@ class DDP(torch.nn.Module):  # type: ignore[misc]  # torch is not there where ty
             PacelineError: a collective failed.
         """
         driver, uneven = self._driver, self._driver.uneven
-        if self.group.order.leaves:
+        if self.group._core.order.leaves:
             raise StepOrderError("join() in a step with microbatches: the sampler gives every rank its own")
         self._synchronizer.prepare()
         uneven.open()

@@ -168,7 +168,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline._elastic.saver import Saver
     from paceline._elastic.state import TrainState
     from paceline._elastic.training_loop import TrainingLoop
-    from paceline._group import group
+    from paceline._group import wrapper_calls
     from paceline._group.group_core import GroupCore
     from paceline._links.fault import Suspicion
     from paceline._session.member import MemberConnection
@@ -226,14 +226,14 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
 
     Exchange.begin, Exchange.recv = beginning, receiving  # type: ignore[method-assign]
     _after(GroupCore, "take_piggyback", lambda group, piggyback: piggyback and strike("in_word", current[0]))
-    make = group.make_engine
+    make = wrapper_calls.make_engine
 
     def making(name: str) -> Any:
         engine = make(name)
         _after(engine, "all_reduce", lambda *_: strike("in_engine", current[0]))
         return engine
 
-    group.make_engine = making
+    wrapper_calls.make_engine = making
     _before(OfferedState, "read", lambda *_: strike("giving"))
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))

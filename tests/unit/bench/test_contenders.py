@@ -249,11 +249,11 @@ def test_paceline_ranks_report_their_schedule_and_links() -> None:
 def test_a_forced_schedule_applies_only_within_its_block() -> None:
     def rank(group: Group) -> tuple[str, str, str, str]:
         with forced(group, "all_reduce", "ring"):
-            inside = group.choose("all_reduce", 4, 2).schedule
-            other = group.choose("barrier", 0, 2).schedule
+            inside = group._core.choose("all_reduce", 4, 2).schedule
+            other = group._core.choose("barrier", 0, 2).schedule
             with forced(group, "barrier", None):
-                still = group.choose("all_reduce", 4, 2).schedule
-        return inside, other, still, group.choose("all_reduce", 4, 2).schedule
+                still = group._core.choose("all_reduce", 4, 2).schedule
+        return inside, other, still, group._core.choose("all_reduce", 4, 2).schedule
 
     assert run_ranks(1, rank) == [
         ("ring", choose("barrier", 0, 2).schedule, "ring", choose("all_reduce", 4, 2).schedule)

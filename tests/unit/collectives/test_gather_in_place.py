@@ -18,7 +18,7 @@ from support.worlds import scheduled
 @pytest.mark.parametrize("rows", [0, 1, 7, 20_000])
 def test_all_gather_with_rows_already_in_out_gives_all_rows(world: int, rows: int, schedule: str) -> None:
     def rank(group: Group) -> bool:
-        group.choose = scheduled("all_gather")[schedule]
+        group._core.choose = scheduled("all_gather")[schedule]
         full = np.full((world * rows, 2), -1.0)
         mine = full[group.rank * rows : (group.rank + 1) * rows]
         mine[:] = group.rank

@@ -132,9 +132,9 @@ def one_process(steps: int) -> list[list[bytes]]:
 def form(trainees: Sequence[Any], generation: int, *, vouched: bool = True) -> None:
     """A view of these, in this order of ranks; `vouched` if they are known to have the same state."""
     for trainee, mesh in zip(trainees, local_meshes(len(trainees), generation=generation), strict=True):
-        trainee.group.move(mesh)
+        trainee.group._core.move(mesh)
         if vouched:
-            trainee.group.confirm_same_state()
+            trainee.group._core.confirm_same_state()
 
 
 def all_do(trainees: Sequence[Any], do: Callable[[Any], Any]) -> None:

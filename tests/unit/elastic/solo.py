@@ -70,4 +70,4 @@ def writing_at_once(session: Any) -> Any:
 
 def fail(session: Any, text: str = "a peer is gone") -> None:
     """The generation fails, as if a member had been lost."""
-    session.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, text))
+    session.group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, text))

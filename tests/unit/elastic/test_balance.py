@@ -195,7 +195,7 @@ def test_balance_with_more_microbatches_than_samples_is_refused() -> None:
 
 def test_a_second_loop_measures_speeds_anew() -> None:
     with paceline.join() as session:
-        counters = session.group.counters
+        counters = session.group._core.counters
         counters._speeds, counters.share = (1.0, 2.0, 3.0), 0.5
         session.steps(paceline.TrainState(notes={}), total=1)
         assert (session.stats()["speed"], session.stats()["share"]) == (0.0, 0.0)

@@ -175,7 +175,7 @@ def test_gradients_of_an_open_round_are_dropped_when_the_view_changes(wrapper: A
     dy = nn.softmax_cross_entropy(wrapped(X[:4]), T[:4])[1]
     with wrapped.no_sync():
         wrapped.backward(dy)
-    group.move(local_meshes(1, generation=2)[0])
+    group._core.move(local_meshes(1, generation=2)[0])
     wrapped(X[:4])
     wrapped.backward(dy)
     gradient = {path: copy.copy(p.grad) for path, p in wrapped.named_parameters()}
@@ -194,7 +194,7 @@ def test_uncleared_gradients_accumulate_across_a_view_change(wrapper: Any) -> No
     dy = nn.softmax_cross_entropy(wrapped(X[:4]), T[:4])[1]
     wrapped.backward(dy)
     once = [p.grad.copy() for _, p in wrapped.named_parameters()]
-    group.move(local_meshes(1, generation=2)[0])
+    group._core.move(local_meshes(1, generation=2)[0])
     wrapped(X[:4])
     wrapped.backward(dy)
     for (_, p), before in zip(wrapped.named_parameters(), once, strict=True):
@@ -212,7 +212,7 @@ def test_gradients_written_by_hand_after_an_undone_step_are_synced(wrapper: Any)
     with wrapped.no_sync():
         wrapped.backward(nn.softmax_cross_entropy(wrapped(X[:4]), T[:4])[1])
     state.undo(small)
-    group.move(local_meshes(1, generation=2)[0])
+    group._core.move(local_meshes(1, generation=2)[0])
     last.accumulate(np.ones((3, 4)))
     wrapped.sync_gradients(weight=1)
     assert (dict(wrapped.named_parameters())["3.weight"].grad == 1).all()
@@ -222,7 +222,7 @@ def test_an_fsdp_unit_prepared_in_an_earlier_view_can_be_wrapped_again() -> None
     group = group_of(local_meshes(1)[0])
     block = paceline.FSDP(nn.Linear(5, 3, rng=rng, dtype=np.float64), group, NO_SHARD)
     block.prepare()
-    group.move(local_meshes(1, generation=2)[0])
+    group._core.move(local_meshes(1, generation=2)[0])
     whole = paceline.FSDP(nn.Sequential(block, nn.ReLU()), group, NO_SHARD)
     whole.backward(nn.softmax_cross_entropy(whole(X[:4]), T[:4])[1])
     assert all(p.grad is not None for _, p in whole.named_parameters())
@@ -277,7 +277,7 @@ def test_hybrid_shard_refuses_to_prepare_until_nodes_are_complete() -> None:
     with pytest.raises(InvalidWorldSize, match=r"world_size=3 .*intra_node_size=2.*largest available multiple"):
         paceline.FSDP(build(0), groups[0], HYBRID, 2)
     for group in groups:
-        group.make_elastic(4)
+        group._core.make_elastic(4)
     with pytest.raises(InvalidWorldSize, match="intra_node_size=0"):
         paceline.FSDP(build(0), groups[0], HYBRID, 0)
     with pytest.raises(
@@ -291,6 +291,6 @@ def test_hybrid_shard_refuses_to_prepare_until_nodes_are_complete() -> None:
         assert isinstance(outcome, InvalidWorldSize), "they cannot train so"
     for rank, (group, mesh) in enumerate(zip(groups[:2], local_meshes(2, generation=2), strict=True)):
         states[rank].switch(states[rank].resharding(Share(rank, 2)))
-        group.move(mesh)
+        group._core.move(mesh)
     assert each(groups[:2], lambda group: models[group.rank].prepare()) == [None, None]
     assert [state.shares()[0] for state in states] == [Share(0, 2), Share(1, 2), WHOLE]

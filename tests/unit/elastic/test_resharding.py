@@ -48,7 +48,7 @@ def trainees(name: str, world: int) -> list[Trainee]:
     here = [Trainee(name, Group(mesh, SOON)) for mesh in meshes]
     made.extend(here)
     for trainee in here:
-        trainee.group.confirm_same_state()
+        trainee.group._core.confirm_same_state()
     return here
 
 
@@ -315,6 +315,6 @@ def test_an_elastic_hybrid_shard_requires_intra_node_size() -> None:
     (one,) = trainees("full", 1)
     alone = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
     TrainState(model=alone).check_round_trip()
-    one.group.make_elastic(4)
+    one.group._core.make_elastic(4)
     with pytest.raises(UnsupportedOp, match=r"needs intra_node_size= in session\.steps"):
         TrainState(model=alone).check_round_trip()

@@ -32,18 +32,19 @@ class Scene:
         self.group: Any = SimpleNamespace(
             mesh=SimpleNamespace(fault=fault, peers=()), barrier=self._barrier, ban_reason=BETWEEN_STEPS
         )
+        self.group._core = self.group
         self.group.ban_collectives = lambda reason: setattr(self.group, "ban_reason", reason)
 
     def run(self) -> list[bool]:
         found = []
         for attempt in attempts(self.line, self.group):
             with attempt:
-                assert not self.group.ban_reason
+                assert not self.group._core.ban_reason
                 self.fault.failed = self.fails > 0 and not self.ended
                 if self.fault.failed:
                     self.fails -= 1
                     raise self.fault.error()
-            assert self.group.ban_reason == BETWEEN_STEPS
+            assert self.group._core.ban_reason == BETWEEN_STEPS
             self.fault.failed = False
             found.append(attempt.completed)
         return found

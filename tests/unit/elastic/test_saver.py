@@ -119,7 +119,7 @@ def test_a_member_that_lost_the_writer_role_drops_its_old_copy(tmp_path: Path) -
 def test_lowest_rank_of_each_host_writes(tmp_path: Path) -> None:
     with world_of(4) as groups:
         for group in groups:
-            mesh = local_mesh(group.mesh)
+            mesh = local_mesh(group._core.mesh)
             mesh.peers = [replace(peer, host="ab"[peer.rank // 2]) for peer in mesh.peers]
 
         def save(group: Group) -> None:
@@ -164,8 +164,8 @@ def test_hosts_that_share_the_directory_write_once(shared: bool, tmp_path: Path,
 def test_the_next_generation_writes_an_unfinished_checkpoint(tmp_path: Path) -> None:
     with world_of(3, "abc") as groups:
         folder.open_folder(tmp_path, Tag(1, 2), saver_module._attempt(groups[0]))  # and the worker was killed
-        for group, mesh in zip(groups, next_meshes([local_mesh(group.mesh) for group in groups]), strict=True):
-            group.move(mesh)
+        for group, mesh in zip(groups, next_meshes([local_mesh(group._core.mesh) for group in groups]), strict=True):
+            group._core.move(mesh)
         keeping = each(groups, lambda group: Saver(tmp_path, None).keep(Tag(1, 2), TrainState(), group))
         assert keeping == [None] * 3
         assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
@@ -197,7 +197,7 @@ def test_fingerprints_distinguish_checkpoints_of_one_tag(tmp_path: Path) -> None
 
 def test_keep_last_writes_on_another_rank_if_the_lowest_is_lost(tmp_path: Path) -> None:
     with world_of(2) as groups:
-        groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
+        groups[1]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
         Saver(tmp_path, None).keep_last(Tag(1, 4), TrainState(), groups[1])
         assert checkpoint.tags(tmp_path) == [Tag(1, 4)]
 
@@ -311,7 +311,7 @@ def test_keep_last_succeeds_though_the_writer_is_lost(tmp_path: Path) -> None:
         def leave(group: Group) -> None:
             if group.rank == 0:  # it was to write
                 through.wait(0.3)  # the others would have gone by now
-                group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "killed"))
+                group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "killed"))
                 return
             Saver(tmp_path, None).keep_last(Tag(1, 5), TrainState(), group)
             through.set()

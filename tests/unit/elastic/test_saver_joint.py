@@ -36,7 +36,7 @@ class World:
         self.generation = 1
         self.steps = 0
         for member in self.members:
-            member.group.confirm_same_state()
+            member.group._core.confirm_same_state()
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -182,7 +182,7 @@ def test_an_unpublished_checkpoint_of_a_failed_generation_is_dropped(world_of: A
     world.train(3)
     world.write()
     for member in world.members:
-        member.group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 2, 0, "it died"))
+        member.group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 2, 0, "it died"))
     assert all(isinstance(outcome, PacelineError) for outcome in world.begin())
     assert checkpoint.tags(tmp_path) == []
     survivors = world.members[:2]
@@ -261,7 +261,7 @@ def test_keep_publishes_the_pending_checkpoint_and_the_last_state(world_of: Any,
 def test_a_failed_generation_cannot_keep_its_state(world_of: Any, tmp_path: Path, caplog: Any) -> None:
     world = world_of("full", 2, tmp_path, None)
     world.train(1)
-    world.members[0].group.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "it died"))
+    world.members[0].group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "it died"))
     for error in world.all_do(lambda saver, member: saver.keep(Tag(1, 1), member.state, member.group)):
         assert isinstance(error, PeerLost)  # the next generation does it again
     no_error(world.all_do(lambda saver, member: saver.keep_last(Tag(1, 1), member.state, member.group)))

@@ -56,13 +56,13 @@ def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
 def test_the_gate_opens_after_all_collectives_of_the_step_have_ended(groups: list[Group]) -> None:
     mine, other = groups
     other_may_go_on = threading.Event()
-    flush = mine.flush
+    flush = mine._core.flush
 
     def flush_at_last() -> None:
         other_may_go_on.set()
         flush()
 
-    mine.flush = flush_at_last  # type: ignore[method-assign]
+    mine._core.flush = flush_at_last  # type: ignore[method-assign]
 
     def open_gate() -> list[bool]:
         work: Any = None
@@ -106,8 +106,8 @@ def test_a_block_hears_of_a_failure_before_the_gate_together_with_mates_and_not_
     mates.goes = None
     with pytest.raises(StepVoid, match="another rank of this replica has stopped in step 1"):
         step.gate.check()
-    groups[0].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is lost"))
-    groups[0].mesh.fault.expect_no_verdict()
+    groups[0]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is lost"))
+    groups[0]._core.mesh.fault.expect_no_verdict()
     with pytest.raises(PeerLost):
         step.gate.check()
     step.gate.is_open = True
@@ -119,7 +119,7 @@ def test_the_gate_stays_shut_after_the_generation_has_failed(groups: list[Group]
     runners = [StepRunner(), StepRunner()]
     steps = at_once([lambda i=i: step_of(groups[i], runners[i]) for i in range(2)])
     at_once([step.gate._word.wait for step in steps])
-    groups[1].mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
+    groups[1]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
     for step in steps:
         with pytest.raises(PeerLost, match="rank 0 is gone"):
             step.open_gate()
@@ -143,7 +143,7 @@ def test_only_the_newcomer_that_differs_ends_with_an_error(error: Exception, gro
     assert isinstance(step, Step)
     assert not step.applied
     assert isinstance(step.cause, PeerRaised)
-    assert groups[0].mesh.fault.failed
+    assert groups[0]._core.mesh.fault.failed
 
 
 def test_a_newcomer_differs_error_fails_the_step_as_peer_raised(groups: list[Group]) -> None:
@@ -180,7 +180,7 @@ def test_a_step_is_skipped_only_if_all_members_skip_it(alone: bool, groups: list
                 step.updates = True
                 step.open_gate()
         if alone and rank == 0:
-            group.ban_collectives("")
+            group._core.ban_collectives("")
             with pytest.raises(PacelineError):
                 group.all_reduce(np.ones(3))  # its next step
         return step
@@ -197,5 +197,7 @@ def test_a_skip_marks_only_the_step_that_was_asked_for(asked: int, groups: list[
     step = step_of(groups[0], StepRunner())
     with step:
         skipped = ErrorReason.ERROR_REASON_STEP_SKIPPED
-        groups[1].mesh.fault.suspect(Suspicion(skipped, None, asked, f"rank 1 called step.skip() in step {asked}"))
+        groups[1]._core.mesh.fault.suspect(
+            Suspicion(skipped, None, asked, f"rank 1 called step.skip() in step {asked}")
+        )
     assert (step.applied, step.skipped) == (False, asked == 1)

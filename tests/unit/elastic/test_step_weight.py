@@ -31,12 +31,12 @@ def test_count_sets_the_weight_of_the_step_and_the_group() -> None:
                 with pytest.raises(UnsupportedOp, match="has no sampler"):
                     _ = step.weight
                 step.count(0.25, of=feed)
-                assert (step.weight, session.group.gradient_weight) == (0.25, 0.25)
+                assert (step.weight, session.group._core.gradient_weight) == (0.25, 0.25)
                 with pytest.raises(
                     StepOrderError, match=f"step {step.number} already has its batch: this Feed gives one"
                 ):
                     step.count(0.25, of=feed)
-            assert session.group.gradient_weight == 1.0
+            assert session.group._core.gradient_weight == 1.0
             with pytest.raises(StepOrderError, match=f"step {step.number} is over"):
                 step.count(0.25, of=feed)
 

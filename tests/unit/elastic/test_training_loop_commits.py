@@ -42,7 +42,7 @@ class NewcomersPort(SoloLine):
             super().meet(meet)
             return
         self.came_in = True
-        (mesh,) = next_meshes([local_mesh(self.group.mesh)])
+        (mesh,) = next_meshes([local_mesh(self.group._core.mesh)])
         mesh.generation = 5
         view = ViewFormed(MemberList(5, 1), 0, BASE, newcomers=(0,))
         self.inbox.put(ViewLinked(view, mesh, self.member_id))

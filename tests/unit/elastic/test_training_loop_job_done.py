@@ -26,8 +26,8 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
     """
     state, place = TrainState(), MemberState(Tag(2, step - 1))
     state.step = step
-    group = SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers), counters=MemberCounters())
-    port: Any = SimpleNamespace(job="job", group=group, mates=ALONE)
+    core = SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers), counters=MemberCounters())
+    port: Any = SimpleNamespace(job="job", group=SimpleNamespace(_core=core), mates=ALONE)
     line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []
@@ -94,8 +94,8 @@ def test_dismissal_in_a_retry_block_clears_unfinished_at_the_launcher(
     told: list[Any] = []
     monkeypatch.setattr(training_loop, "tell_launcher", lambda kind, record, **_: told.append(record["unfinished"]))
     line, _ = member(9)
-    line._job_line.group.ban_collectives = lambda reason: None  # type: ignore[method-assign]
-    line._job_line.group.ban_reason = ""
+    line._job_line.group._core.ban_collectives = lambda reason: None  # type: ignore[method-assign]
+    line._job_line.group._core.ban_reason = ""
     monkeypatch.setattr(line._member, "meet", lambda: None)
     monkeypatch.setattr(line, "_send_meet", lambda meet: None)
     monkeypatch.setattr(line, "wait_until_ready", lambda: line._handle(Finished(10)))

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def member(draining: str = "", generation: int = 1, said: list[Meet] | None = None) -> waiting.MeetingWait:
     port: Any = SimpleNamespace(
         inbox=SimpleNamespace(draining=draining, connected=True),
-        group=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0))),
+        group=SimpleNamespace(_core=SimpleNamespace(mesh=SimpleNamespace(fault=Fault(generation, 0, 0.0)))),
         config=Config(step_timeout=60.0, failure_timeout=3.0),
         mates=ALONE,
     )
@@ -136,7 +136,7 @@ def test_a_planned_meeting_longer_than_step_timeout_is_a_timeout(clock: SimpleNa
     """A member hangs between two steps, and no collective is there to time out."""
     waits = member()
     suspicions: list[Suspicion] = []
-    fault: Fault = waits._job_line.group.mesh.fault
+    fault: Fault = waits._job_line.group._core.mesh.fault
     fault.on_suspicion(suspicions.append)
     waits.planned = True
     waits.said()
@@ -169,7 +169,7 @@ def test_only_a_healthy_generation_continues_without_the_coordinator(failed: boo
     port: Any = waits._job_line
     if failed:
         lost = Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is gone")
-        port.group.mesh.fault.suspect(lost)
+        port.group._core.mesh.fault.suspect(lost)
     port.go_on = lambda: went_on.append(clock.now)
     waits.planned, waits._member.holds_base = True, True
     port.inbox.connected = False

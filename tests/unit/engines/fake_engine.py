@@ -32,7 +32,7 @@ def connected_engine(group: Group) -> DataEngine:
 
     A test whose ranks leave before that may leave a thread behind: Gloo waits up to a minute for a rank that has left.
     """
-    engine = group.open_engine()
+    engine = group._core.open_engine()
     assert engine is not None
     engine.await_ready(monotonic() + 30.0)
     group.barrier()
@@ -244,10 +244,10 @@ class LinkEngine(DataEngine):
     def abort(self) -> None:
         self._why = self._why or "the engine was aborted"
         self._open.set()
-        self.group.mesh.fault.broke(EngineFailed(self._why))
+        self.group._core.mesh.fault.broke(EngineFailed(self._why))
 
     def drained(self, deadline: float) -> bool:
-        lane = self.group._bound.lane
+        lane = self.group._core.bound.lane
         ended = threading.Event()
         threading.Thread(target=lambda: (lane.flush(), ended.set()), daemon=True).start()
         return ended.wait(max(0.01, deadline - monotonic()))

@@ -64,7 +64,7 @@ def outcomes(groups: list[Group], call: Callable[[Group], Any]) -> list[Any]:
 
 def carried(group: Group, n: int = 1000, **options: Any) -> tuple[Any, Any]:
     x, tail = np.full(n, group.rank + 1, np.float32), np.full(3, group.rank, np.float32)
-    group.all_reduce_carried(x, tail, **options)
+    group._core.all_reduce_carried(x, tail, **options)
     return x, tail
 
 
@@ -72,7 +72,7 @@ def lost(groups: list[Group]) -> None:
     """Rank 1 is lost, says the coordinator."""
     for group in groups:
         verdict = Verdict(group.generation, ErrorReason.ERROR_REASON_PEER_LOST, (1,), 7, "rank 1 is lost")
-        group.mesh.fault.settle(verdict)
+        group._core.mesh.fault.settle(verdict)
 
 
 def test_the_engine_sums_the_large_array_and_links_the_small_one(engine: Any) -> None:
@@ -125,8 +125,8 @@ def test_a_verdict_ends_a_sum_that_hangs(engine: Any) -> None:
     groups = local_groups(2, engine(HangingEngine))
 
     def rank(group: Group) -> Any:
-        group.open_engine()
-        work = group.all_reduce_carried(np.ones(9), np.ones(3), async_op=True)
+        group._core.open_engine()
+        work = group._core.all_reduce_carried(np.ones(9), np.ones(3), async_op=True)
         if group.rank == 0:
             for each in made:
                 assert each.started.wait(10)
@@ -155,10 +155,10 @@ def test_a_failed_group_is_renewable_unless_the_engine_opens_once(engine: Any, m
 
     def rank(group: Group) -> None:
         carried(group)
-        group.check_renewable()  # nothing has failed
+        group._core.check_renewable()  # nothing has failed
         group.barrier()
         lost([group])
-        group.check_renewable()
+        group._core.check_renewable()
 
     errors = outcomes(groups, rank)
     wanted = [PeerLost] * 2 if make is _Once else [type(None)] * 2
@@ -251,7 +251,7 @@ def test_repeated_interrupts_make_the_engine_release_the_array(engine: Any) -> N
     carrier = _InterruptedTwice()
     carrier.open(0, group.members, 10.0)
     carrier.connect([carrier.contact(0.0)])
-    group._bound.carrier = carrier
+    group._core.bound.carrier = carrier
     with pytest.raises(KeyboardInterrupt):
         carried(group)
     assert carrier.interrupts == 0
@@ -319,7 +319,7 @@ def test_a_contact_that_is_not_bytes_or_too_long_is_refused(
 
 def test_an_engine_is_refused_with_tls(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = local_groups(2, engine(FakeEngine))
-    monkeypatch.setattr(type(groups[0].mesh), "encrypted", True)
+    monkeypatch.setattr(type(groups[0]._core.mesh), "encrypted", True)
     errors = outcomes(groups, carried)
     assert all(isinstance(error, LinkUnavailable) and "TLS" in str(error) for error in errors), errors
 
@@ -333,13 +333,13 @@ def test_compression_over_an_engine_is_refused(engine: Any) -> None:
 
 def test_a_world_of_one_opens_no_engine(engine: Any) -> None:
     (group,) = local_groups(1, engine(FakeEngine))
-    assert group.open_engine() is None
+    assert group._core.open_engine() is None
     assert not made
     group.close()
 
 
 def test_a_group_over_links_opens_no_engine() -> None:
-    assert run_groups(local_groups(2), lambda group: group.open_engine()) == [None, None]
+    assert run_groups(local_groups(2), lambda group: group._core.open_engine()) == [None, None]
 
 
 def test_an_unknown_engine_is_refused() -> None:

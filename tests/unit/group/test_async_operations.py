@@ -22,7 +22,7 @@ def test_asynchronous_operations_run_in_issue_order() -> None:
         group.barrier()  # behind all of them
         assert all(work.done() for work in works)
         assert [work.operation for work in works] == list(range(1, 21))
-        assert group.progress().operation == 21
+        assert group._core.progress().operation == 21
         return [int(work.wait()[0]) for work in works]
 
     assert run_ranks(3, rank) == [[3 * i + 3 for i in range(20)]] * 3
@@ -75,9 +75,9 @@ def test_a_wait_timeout_ends_the_operation_and_names_the_awaited_rank() -> None:
 
 def test_progress_shows_the_operation_that_a_member_has_reached() -> None:
     (group,) = local_groups(1)
-    assert group.progress()[0::2] == (0, False)
+    assert group._core.progress()[0::2] == (0, False)
     group.barrier()
-    operation, since, inside = group.progress()
+    operation, since, inside = group._core.progress()
     assert (operation, inside) == (1, False)
     assert since > 0
     group.close()
@@ -207,9 +207,9 @@ def test_a_group_that_cannot_start_a_thread_fails_and_can_be_closed(monkeypatch:
         kind = RuntimeError if group.rank == 1 else PeerRaised
         with pytest.raises(kind, match="can't start new thread"):
             group.all_reduce(np.ones(3), async_op=True).wait()
-        group.flush()
+        group._core.flush()
         group.close()  # nothing is in line that will never run
-        return str(group.mesh.fault.own_error)
+        return str(group._core.mesh.fault.own_error)
 
     assert run_ranks(2, rank, timeout=20.0) == ["None", "can't start new thread"]
 
@@ -235,7 +235,7 @@ def test_a_failure_of_the_groups_thread_ends_all_queued_operations(monkeypatch: 
             except MemoryError as error:
                 ended.append(str(error))
         group.close()
-        return ended, str(group.mesh.fault.own_error)
+        return ended, str(group._core.mesh.fault.own_error)
 
     (found,) = run_ranks(1, rank, timeout=20.0)
     assert found == (["planted"] * 2, "planted")

@@ -222,7 +222,7 @@ def test_the_flight_record_shows_the_compression() -> None:
     def rank(g: Group) -> None:
         g.all_reduce_compressed(np.ones(5, np.float32), "int8", exact=2, label="grads")
         signature = "all_reduce op=sum compression=int8 block=1024 exact=2 label=grads float32[5]"
-        assert g.recorder.find(g.generation, "", 1) == signature.encode()
+        assert g._core.recorder.find(g.generation, "", 1) == signature.encode()
 
     run_ranks(2, rank)
 

@@ -166,7 +166,7 @@ def test_an_abort_wakes_a_blocked_call() -> None:
     groups = [Group(mesh, CONFIG) for mesh in meshes]
     be_patient(groups[0], 3_600.0)  # by itself it looks around only then
     call = Background(lambda: groups[0].all_reduce(np.ones(N)))
-    wait_for(lambda: groups[0].progress().inside)
+    wait_for(lambda: groups[0]._core.progress().inside)
     meshes[1].cut()
     with pytest.raises(PeerLost):
         call.result()
@@ -271,7 +271,7 @@ def test_a_rank_that_announces_an_array_larger_than_memory_is_named(call: Any, m
 def _announce(group: Group, signature: str) -> None:
     """Sends the first frame of a collective that this rank cannot mean."""
     frame = Frame(FrameKind.DATA, 1, 1, 0, signature.encode(), b"")
-    group.mesh.link(0, Purpose.COLLECTIVE).send(frame, monotonic() + 1.0)
+    group._core.mesh.link(0, Purpose.COLLECTIVE).send(frame, monotonic() + 1.0)
 
 
 def test_every_failure_that_ends_the_generation_is_recorded() -> None:
@@ -279,13 +279,13 @@ def test_every_failure_that_ends_the_generation_is_recorded() -> None:
     for act in (lambda g: g.recv(1), _interrupted):
         groups = local_groups(2, CONFIG)
         told: list[BaseException] = []
-        groups[0].on_abort = told.append
+        groups[0]._core.on_abort = told.append
         if act is not _interrupted:
-            groups[1].mesh.cut()  # type: ignore[attr-defined]
+            groups[1]._core.mesh.cut()  # type: ignore[attr-defined]
         with pytest.raises((PeerLost, KeyboardInterrupt)):
             act(groups[0])
         assert told
-        assert groups[0].recorder.snapshot()[-1]["state"] == "failed"
+        assert groups[0]._core.recorder.snapshot()[-1]["state"] == "failed"
         for group in groups:
             group.close(0.1)
 
@@ -294,5 +294,5 @@ def _interrupted(group: Group) -> None:
     def interrupt(way: str, peer: int, frame: Frame) -> Frame:
         raise KeyboardInterrupt
 
-    group.move(FaultyMesh(group.mesh, interrupt))
+    group._core.move(FaultyMesh(group._core.mesh, interrupt))
     group.all_reduce(np.ones(3))

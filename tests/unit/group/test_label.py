@@ -26,7 +26,7 @@ def test_equal_labels_are_recorded_and_different_ones_are_a_mismatch(call: Calla
     def rank(g: Group) -> tuple[str, str]:
         expected = call(g, "")
         np.testing.assert_array_equal(call(g, "unit3"), expected)
-        recorded = g.recorder.snapshot()[-1]
+        recorded = g._core.recorder.snapshot()[-1]
         with pytest.raises(CollectiveMismatch) as caught:
             call(g, f"unit{g.rank}")
         return str(recorded), str(caught.value)

@@ -17,7 +17,7 @@ def test_looking_for_early_frames_does_not_release_lent_arrays_in_use() -> None:
 
     def rank(group: Group) -> float | None:
         be_patient(group, 0.02)
-        group.choose = partial(choose, rules=only("reduce", "star"))
+        group._core.choose = partial(choose, rules=only("reduce", "star"))
         x = np.full(50_000, 1.0)
         if group.rank == 2:
             late.wait(0.3)

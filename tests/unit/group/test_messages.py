@@ -144,7 +144,7 @@ def test_a_recv_names_its_source_if_the_source_dies() -> None:
 
 def test_memory_of_unreceived_messages_is_bounded() -> None:
     groups = local_groups(2)
-    mailbox = groups[1]._bound._mailbox = Mailbox(groups[1].mesh, max_waiting_bytes=8 << 10)
+    mailbox = groups[1]._core.bound._mailbox = Mailbox(groups[1]._core.mesh, max_waiting_bytes=8 << 10)
     for i in range(30):
         groups[0].send(np.full(100, i), 1, tag=1)
     with pytest.raises(OperationTimeout, match="other tags are waiting"):

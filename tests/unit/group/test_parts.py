@@ -35,12 +35,12 @@ def test_a_part_maps_its_ranks_to_ranks_of_the_view() -> None:
             assert [part.global_rank(i) for i in range(3)] == [1, 4, 5]
             assert [part.group_rank(i) for i in range(6)] == [None, 0, None, None, 1, 2]
             assert [member.rank for member in part.members] == [1, 4, 5]
-            assert part.parent is groups[rank]
+            assert part._core.parent is groups[rank]._core
             assert part.generation == groups[rank].generation
             for beyond in (3, -1, True, 1.0):
                 with pytest.raises(InvalidRank):
                     part.global_rank(beyond)  # type: ignore[arg-type]
-        assert groups[0].parent is None
+        assert groups[0]._core.parent is None
         assert each(list(parts.values()), total) == [[10]] * 3
 
 
@@ -52,8 +52,8 @@ def test_parts_of_parts_map_to_ranks_of_the_view() -> None:
         both = {rank: inner[rank].subgroup([0, 1]) for rank in (2, 6)}
         for rank in (2, 6):
             assert tuple(inner[rank].ranks) == tuple(both[rank].ranks) == (2, 6)
-            assert both[rank].parent is inner[rank]
-            assert inner[rank].parent is outer[rank]
+            assert both[rank]._core.parent is inner[rank]._core
+            assert inner[rank]._core.parent is outer[rank]._core
         root_counts = {
             rank: lambda rank=rank: (total(both[rank]), total(inner[rank]), total(outer[rank])) for rank in (2, 6)
         }
@@ -198,7 +198,7 @@ def test_split_parts_follow_into_the_next_view_and_subgroups_are_stale() -> None
         for generation in (2, 3, 4):
             next_generation(groups)
             for part in (*passing, *within, *beneath):
-                assert part.parent is not None
+                assert part._core.parent is not None
                 for call in stale_calls(part):
                     with pytest.raises(StaleGeneration, match="generation 1, which is over") as caught:
                         call()
@@ -237,11 +237,11 @@ def test_split_rules_are_applied_again_in_each_view() -> None:
 
         all_of_them = [group.split(color=noted) for group in groups]
         assert each(hosts, total) == [[1], [1], [5], [5]]
-        meshes = next_meshes([local_mesh(group.mesh) for group in groups])
+        meshes = next_meshes([local_mesh(group._core.mesh) for group in groups])
         on_hosts(meshes, ["a", "b", "a", "b"])
         lists.clear()
         for group, mesh in zip(groups, meshes, strict=True):
-            group.move(mesh)
+            group._core.move(mesh)
         assert lists, "the rule is asked again"
         assert [tuple(part.ranks) for part in hosts] == [(0, 2), (1, 3), (0, 2), (1, 3)]
         assert each(hosts, total) == [[2], [4], [2], [4]]
@@ -250,7 +250,7 @@ def test_split_rules_are_applied_again_in_each_view() -> None:
         smaller = local_meshes(3, generation=3)
         left, gone = groups[:3], groups[3]
         for group, mesh in zip(reversed(left), smaller, strict=True):
-            group.move(mesh)
+            group._core.move(mesh)
         assert [group.rank for group in left] == [2, 1, 0]
         assert [tuple(part.ranks) for part in pairs[:3]] == [(2,), (0, 1), (0, 1)]
         assert each(pairs[:3], total) == [[2], [1], [1]]
@@ -296,7 +296,7 @@ def test_calls_of_an_earlier_generation_do_not_cause_a_mismatch() -> None:
             gathered = group.gather(np.array([1.0]), root=1)  # rank 0 is done with it, and goes on
             return None if gathered is None else gathered.tolist(), group.all_gather(np.array([2.0])).tolist()
 
-        exchange = groups[1]._bound.engine._exchange
+        exchange = groups[1]._core.bound.engine._exchange
         look = exchange._look_around
 
         def poll(awaited: int | None = None) -> None:

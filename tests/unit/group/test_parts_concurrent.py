@@ -240,11 +240,11 @@ def test_closing_many_parts_leaks_no_links() -> None:
     with world_of(3) as groups:
 
         def counts() -> Any:
-            meshes = [local_mesh(group.mesh) for group in groups]
+            meshes = [local_mesh(group._core.mesh) for group in groups]
             return [(len(mesh._links), len(mesh.fault._wakers), len(mesh._board._pipes)) for mesh in meshes]
 
         def left() -> int:
-            return len(local_mesh(groups[0].mesh)._board._left)
+            return len(local_mesh(groups[0]._core.mesh)._board._left)
 
         each(groups, total)
         each(groups, lambda group: group.barrier())
@@ -267,6 +267,6 @@ def test_closing_many_parts_leaks_no_links() -> None:
         assert each(groups, use) == [None] * 3
         assert counts() == before
         assert left() == 0
-        assert not any(group._parts for group in groups)
+        assert not any(group._core._parts for group in groups)
         assert all(now > then for now, then in zip([group.bytes_sent for group in groups], sent, strict=True))
         assert each(groups, total) == [[3]] * 3

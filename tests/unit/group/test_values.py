@@ -47,7 +47,7 @@ def test_a_divisor_on_one_rank_alone_is_a_mismatch(call: Callable[..., Any]) -> 
     def rank(g: Group) -> None:
         with pytest.raises(CollectiveMismatch, match="divided"):
             call(g, np.ones(4), divisor=(lambda: 2.0) if g.rank else None)
-        assert g.recorder.snapshot()[0]["operation"] == call.__name__, "the record can be read"
+        assert g._core.recorder.snapshot()[0]["operation"] == call.__name__, "the record can be read"
 
     run_ranks(2, rank)
 

@@ -33,7 +33,7 @@ def train(inside: Callable[[Any, Any, Callable[[Any], None]], None], microbatche
             ddp.backward(dy)
 
         for step in session.steps(paceline.TrainState(model=ddp, optimizer=optimizer, sampler=sampler), total=2):
-            weights.append(session.group.gradient_weight)
+            weights.append(session.group._core.gradient_weight)
             with step:
                 optimizer.zero_grad()
                 inside(step, session.group, compute)
@@ -67,8 +67,8 @@ def test_the_gradient_weight_is_reset_after_a_microbatch() -> None:
         for micro in step.microbatches:
             with micro:
                 compute(micro)
-                assert group.gradient_weight == micro.weight
-            assert group.gradient_weight == 1.0
+                assert group._core.gradient_weight == micro.weight
+            assert group._core.gradient_weight == 1.0
 
     assert train(inside) == [1.0, 1.0]
 
@@ -76,6 +76,6 @@ def test_the_gradient_weight_is_reset_after_a_microbatch() -> None:
 def test_the_gradient_weight_is_reset_after_a_step() -> None:
     def inside(step: Any, group: Any, compute: Callable[[Any], None]) -> None:
         compute(step)
-        group.set_gradient_weight(0.5)
+        group._core.set_gradient_weight(0.5)
 
     assert train(inside, microbatches=0) == [1.0, 1.0]

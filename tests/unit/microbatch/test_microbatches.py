@@ -85,7 +85,7 @@ def test_each_microbatch_has_its_own_samples_weight_and_rng() -> None:
         for micro in step.microbatches:
             with micro:
                 drawn.append(micro.rng.random())
-                assert run.session.group.gradient_weight == micro.weight
+                assert run.session.group._core.gradient_weight == micro.weight
                 run.compute(micro)
         assert [micro.samples for micro in step.microbatches] == [2, 3, 3, 3]
         assert step.samples == 11
@@ -265,7 +265,7 @@ def test_a_pass_of_the_previous_step_does_not_count_for_this_step() -> None:
             attempt = StepAttempt(plan)
             turn = next(turn for turn in attempt.turns() if turn.number == number)
             attempt.phase, attempt.turn = AttemptPhase.COMPUTING, turn
-            session.group.set_order(turn)
+            session.group._core.set_order(turn)
             _, dy = softmax_cross_entropy(ddp(X[:3]), T[:3])
             ddp.backward(dy)
 
@@ -275,7 +275,7 @@ def test_a_pass_of_the_previous_step_does_not_count_for_this_step() -> None:
             parameter.grad = None
         with pytest.raises(StepOrderError, match="microbatch 1 had no backward pass, but microbatch 2 has one"):
             compute(usual_plan(0, 1, 4), 2)
-        session.group.set_order(EVEN)
+        session.group._core.set_order(EVEN)
 
 
 class Quiet:
@@ -298,7 +298,7 @@ def two_wrappers(group: Group, given: Callable[[dict[str, paceline.DDP]], dict[s
     state = paceline.TrainState(sampler=sampler, **given(ddps))
     found = []
     for number in (1, 2):
-        group.ban_collectives("")
+        group._core.ban_collectives("")
         word = PendingStepWord(group, step_word(StepFlag(0), number, 0), number, with_gradients=False)
         with Step(number, 1, group, state, Quiet(), word, 0, 0) as step:  # type: ignore[arg-type]
             for micro in step.microbatches:
@@ -442,7 +442,7 @@ def test_fsdp_and_ddp_give_equal_digests_in_microbatches() -> None:
 
 def test_a_job_may_not_have_more_workers_than_microbatches() -> None:
     run = Run(microbatches=4)
-    run.session.group.make_elastic(5)
+    run.session.group._core.make_elastic(5)
     with pytest.raises(ValueError, match="too few for a job of at most 5 workers"):
         run.steps(lambda step: None)
 

@@ -54,7 +54,7 @@ def test_all_reduce_tree_has_the_bits_of_the_tree_in_every_world(
         kept = [term.copy() for term in terms[:-1]]
         out = terms[-1] if data_in_place else np.empty(n, dtype)
         ask = None if divisor is None else (lambda: divisor)
-        result = group.all_reduce_tree(terms, leaves=count, out=out, divisor=ask)
+        result = group._core.all_reduce_tree(terms, leaves=count, out=out, divisor=ask)
         assert result is out
         assert [bits(term) for term in terms[:-1]] == [bits(term) for term in kept]
         return bits(result)
@@ -72,7 +72,7 @@ def test_all_reduce_tree_of_a_long_array_has_the_bits_of_the_tree() -> None:
         results = run_groups(
             groups_by(world, "all_reduce", "direct"),
             lambda group, world=world: bits(
-                group.all_reduce_tree(terms := terms_of(leaves, group.rank, world), leaves=8, out=terms[-1])
+                group._core.all_reduce_tree(terms := terms_of(leaves, group.rank, world), leaves=8, out=terms[-1])
             ),
         )
         assert set(results) == {bits(tree(leaves))}
@@ -115,7 +115,7 @@ def test_reduce_scatter_tree_gives_each_rank_the_bits_of_its_shard(
         terms = terms_of(leaves, group.rank, world)
         kept = [term.copy() for term in terms]
         ask = None if divisor is None else (lambda: divisor)
-        result = group.reduce_scatter_tree(terms, leaves=count, divisor=ask)
+        result = group._core.reduce_scatter_tree(terms, leaves=count, divisor=ask)
         assert [bits(term) for term in terms] == [bits(term) for term in kept]
         return bits(result)
 
@@ -131,7 +131,7 @@ def test_reduce_scatter_tree_with_unequal_shares_gives_the_same_bits(shares: tup
 
     def rank(group: Group) -> bytes:
         terms = [tree(leaves, *node).copy() for node in nodes[group.rank]]
-        return bits(group.reduce_scatter_tree(terms, leaves=8, nodes=nodes))
+        return bits(group._core.reduce_scatter_tree(terms, leaves=8, nodes=nodes))
 
     results = run_groups(groups_by(world, "reduce_scatter", "ring", 64), rank, timeout=20)
     assert results == [bits(tree(leaves)[r * 53 : (r + 1) * 53].copy()) for r in range(world)]
@@ -146,7 +146,7 @@ def test_each_extra_subtree_adds_one_chunk_per_other_rank(world: int, count: int
         before = group.bytes_sent
         if in_microbatches:
             terms = [np.ones(n, "f4") for _ in subtrees_by_rank(world, count)[group.rank]]
-            group.all_reduce_tree(terms, leaves=count, out=terms[-1])
+            group._core.all_reduce_tree(terms, leaves=count, out=terms[-1])
         else:
             group.all_reduce(np.ones(n, "f4"), order="rank")
         return group.bytes_sent - before
@@ -175,7 +175,7 @@ def test_nodes_of_a_repaired_step_give_the_same_bits(schedule: str, data: Any, w
 
     def rank(group: Group) -> bytes:
         terms = [tree(leaves, *node).copy() for node in nodes[group.rank]] or [np.full(n, np.nan, F4)]
-        return bits(group.all_reduce_tree(terms, leaves=count, out=np.empty(n, F4), nodes=nodes))
+        return bits(group._core.all_reduce_tree(terms, leaves=count, out=np.empty(n, F4), nodes=nodes))
 
     groups = groups_by(world, "all_reduce", schedule, data.draw(st.sampled_from([64, 1 << 20])))
     results = run_groups(groups, rank, timeout=20)
@@ -188,7 +188,7 @@ def test_different_plans_raise_collective_mismatch() -> None:
     def rank(group: Group) -> None:
         plan = plans[group.rank]
         terms = [np.ones(4, "f4") for _ in plan[group.rank]]
-        group.all_reduce_tree(terms, leaves=4, out=terms[-1], nodes=plan)
+        group._core.all_reduce_tree(terms, leaves=4, out=terms[-1], nodes=plan)
 
     with pytest.raises(CollectiveMismatch, match="nodes="):
         run_groups(groups_by(2, "all_reduce", "direct"), rank, timeout=20)
@@ -198,12 +198,12 @@ def test_all_reduce_tree_refuses_invalid_arguments() -> None:
     (group,) = groups_by(1, "all_reduce", "direct")
     x = np.ones(4, "f4")
     with pytest.raises(UnsupportedOp, match="rank 0 of 1 has 1 subtrees of 8 leaves, but gave 2 arrays"):
-        group.all_reduce_tree([x, x], leaves=8, out=x)
+        group._core.all_reduce_tree([x, x], leaves=8, out=x)
     with pytest.raises(UnsupportedOp, match="0 leaves for 1 ranks"):
-        group.all_reduce_tree([x], leaves=0, out=x)
+        group._core.all_reduce_tree([x], leaves=0, out=x)
     with pytest.raises(UnsupportedOp, match="are not those of 8 leaves at 1 ranks"):
-        group.all_reduce_tree([x], leaves=8, out=x, nodes=(((0, 4),),))
+        group._core.all_reduce_tree([x], leaves=8, out=x, nodes=(((0, 4),),))
     with pytest.raises(UnsupportedOp, match="not int32"):
-        group.all_reduce_tree([x.astype("i4")], leaves=8, out=x)
+        group._core.all_reduce_tree([x.astype("i4")], leaves=8, out=x)
     with pytest.raises(SizeMismatch):
-        group.all_reduce_tree([x], leaves=8, out=np.ones(5, "f4"))
+        group._core.all_reduce_tree([x], leaves=8, out=np.ones(5, "f4"))

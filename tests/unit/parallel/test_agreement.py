@@ -139,7 +139,7 @@ def test_all_ranks_learn_of_a_mismatch_before_the_generation_ends() -> None:
         with pytest.raises(SizeMismatch, match="differs"):
             DDP(Branches("a", a=scale(*[1.0] * (1 + min(g.rank, 1)))), g)(np.ones((1, 1)))
         if g.rank == 0:
-            g.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, 1, 0, "rank 1 is odd"))
+            g._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_RAISED, 1, 0, "rank 1 is odd"))
             rank_0_is_through.set()
 
     run_ranks(3, rank)
@@ -193,8 +193,8 @@ def test_a_member_is_a_newcomer_to_a_wrapper_until_its_first_use(wrap: Any) -> N
         wrapper.prepare()
     for generation in (2, 3):
         for group, mesh in zip((new, old), local_meshes(2, generation=generation), strict=True):
-            group.move(mesh)
-            group.confirm_same_state()
+            group._core.move(mesh)
+            group._core.confirm_same_state()
         assert each([new, old], lambda g: wrappers[g][0].prepare()) == [None, None]
     ends = each([new, old], lambda g: wrappers[g][1].prepare())
     assert [type(error) for error in ends] == [SizeMismatch, NewcomerDiffers]

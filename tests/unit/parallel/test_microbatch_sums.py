@@ -63,11 +63,11 @@ def train(group: Group, microbatches: int, *, dtype: Any, bucket_mb: float, batc
         optimizer.zero_grad()
         for number in in_turn(group, microbatches):
             indices, weight = sampler.current_microbatch(number)
-            group.set_gradient_weight(weight)
+            group._core.set_gradient_weight(weight)
             kept = np.random.default_rng([step, number]).random((len(indices), INPUTS)) > 0.2
             _, dy = nn.softmax_cross_entropy(ddp(x[indices] * kept), t[indices])
             ddp.backward(dy)
-        group.set_order(EVEN)
+        group._core.set_order(EVEN)
         ddp.clip_grad_norm(0.5)
         optimizer.step()
         sampler.advance(group.size)

@@ -55,11 +55,11 @@ class Rank:
         self.labels.append(attempt.label)
         for number in islice(in_turn(self.group, self.microbatches, attempt), count):
             indices, weight = self.sampler.current_microbatch(number)
-            self.group.set_gradient_weight(weight)
+            self.group._core.set_gradient_weight(weight)
             kept = np.random.default_rng([self.step, number]).random((len(indices), INPUTS)) > 0.2
             _, dy = nn.softmax_cross_entropy(self.ddp(self.x[indices] * kept), self.t[indices])
             self.ddp.backward(dy)
-        self.group.set_order(EVEN)
+        self.group._core.set_order(EVEN)
         if count is None and not undone:
             self.optimizer.step()
             self.sampler.advance(1)
@@ -177,7 +177,7 @@ def test_an_interrupted_pass_leaves_no_kept_sums(sent: str) -> None:
     last.backward = interrupted
     with pytest.raises(ZeroDivisionError):
         rank.attempt(share, 4)
-    rank.group.set_order(EVEN)
+    rank.group._core.set_order(EVEN)
     assert rank.held() == ()
 
 
@@ -189,15 +189,15 @@ def test_a_pass_completes_after_a_peer_failure_and_keeps_its_sum() -> None:
     backward = first.backward
 
     def failing(dy: Any) -> Any:
-        if groups[0].order.is_leaf and groups[0].order.is_last:
+        if groups[0]._core.order.is_leaf and groups[0]._core.order.is_last:
             reason = ErrorReason.ERROR_REASON_PEER_LOST
-            groups[0].mesh.fault.suspect(Suspicion(reason, 1, 0, "rank 1 is gone"))
+            groups[0]._core.mesh.fault.suspect(Suspicion(reason, 1, 0, "rank 1 is gone"))
         return backward(dy)
 
     first.backward = failing
     with pytest.raises(PacelineError, match="rank 1 is gone"):
         run_open(groups[:1], lambda g: ranks[0].attempt(usual_plan(0, 2, 8)))
-    groups[0].set_order(EVEN)
+    groups[0]._core.set_order(EVEN)
     next_generation(groups)
     run_open(groups, lambda g: ranks[g.rank].ddp.prepare())
     assert ranks[0].held() == ((0, 4),)

@@ -160,7 +160,7 @@ class ShardCopies:
 
     def _refuse(self, group: Group, owner: int) -> None:
         """Ends the step on all ranks, because a copy is not what it should be."""
-        mesh = group.mesh
+        mesh = group._core.mesh
         text = (
             f"the copy of the shard of {mesh.peers[owner]} on {mesh.peers[mesh.rank]} differs from the shard: "
             "during session.steps only the optimizer of the training state may change the parameters of a model that "

@@ -194,7 +194,7 @@ class UnitReduction:
             self._add_weight(weight)
             terms, nodes = self._weights.terms, self._order.nodes
             if self._group.size > 1:
-                self._announced = self._group.all_reduce_tree(
+                self._announced = self._group._core.all_reduce_tree(
                     terms, leaves=leaves, nodes=nodes, out=terms[-1], async_op=True
                 )
         elif self._group.size > 1:
@@ -360,7 +360,9 @@ class UnitRunner:
         """See `GradientReducer`. The same units must have run forward as in this rank's first leaf."""
         before, self._passed = self._passed, order
         if order.leaves:
-            if self._group.engine_name != "links" and any(flat.on_device for unit in self._all for flat in unit.flats):
+            if self._group._core.engine_name != "links" and any(
+                flat.on_device for unit in self._all for flat in unit.flats
+            ):
                 raise UnsupportedOp(NO_FIXED_ORDER)  # also in a world of one, where a second worker may join
             if self._ran != self._ran_first:
                 raise StepOrderError(_OTHER_UNITS.format(order.name))
@@ -381,7 +383,7 @@ class UnitRunner:
     @property
     def _keeps_whole(self) -> bool:
         """True if units stay whole after they have run, because this rank's later leaves of the step need them."""
-        order = self._group.order
+        order = self._group._core.order
         return order.is_leaf and not (order.is_last and self._backwards)
 
     def fits(self) -> bool:
@@ -399,7 +401,7 @@ class UnitRunner:
     @contextmanager
     def running_forward(self, unit: Unit) -> Iterator[None]:
         """Keeps a unit whole while it runs forward inside the block. A module's backward may run it again."""
-        order = self._group.order
+        order = self._group._core.order
         if order.is_leaf and not self._backwards:
             number = self._number[id(unit)]
             if not order.is_first and number not in self._ran_first:
@@ -426,7 +428,7 @@ class UnitRunner:
             raise StepOrderError("this FSDP wraps a part of a model that another FSDP wraps as a whole: call that one")
         if unit.flats:
             coming = self._order.enter(self._number[id(unit)], self._ahead)
-            with self._group.order.collectives():
+            with self._group._core.order.collectives():
                 unit.wait()
                 for number in coming:
                     self._all[number].fetch()
@@ -441,7 +443,7 @@ class UnitRunner:
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Surrounds a forward pass of the whole model."""
-        order = self._group.order
+        order = self._group._core.order
         begins = not order.is_leaf or order is not self._began
         gathers = begins and order.is_first
         self._began = order
@@ -486,7 +488,7 @@ class UnitRunner:
     @contextmanager
     def _passing(self, order: UnitOrder) -> Iterator[None]:
         try:
-            with self._group.order.collectives():
+            with self._group._core.order.collectives():
                 self._refresh()
             self._order = order
             order.start()

@@ -122,7 +122,7 @@ class ShardedModel:
         """The number of ranks that hold each shard: as given, or 2 where losing one rank must not lose a shard."""
         if self._redundancy is not None:
             return self._redundancy
-        return 2 if self._spreads and self.group.is_elastic and self.group.most_members > 2 else 1
+        return 2 if self._spreads and self.group._core.is_elastic and self.group._core.most_members > 2 else 1
 
     @property
     def _spreads(self) -> bool:
@@ -247,7 +247,7 @@ class ShardedModel:
         """See `paceline.FSDP.clip_grad_norm`."""
         self.check_outermost()
         return self.synchronizer.clip_grad_norm(
-            max_norm, norm_type, self._whole_powers if self.group.order.leaves else None
+            max_norm, norm_type, self._whole_powers if self.group._core.order.leaves else None
         )
 
     def _whole_powers(self, p: float) -> list[float]:
@@ -399,8 +399,8 @@ class ShardedModel:
         try:
             return place(self.strategy, self.group.rank, self.group.members, self.intra_node_size)
         except InvalidWorldSize:
-            size, most = self.intra_node_size or 0, self.group.most_members
-            if not self.group.is_elastic or size < 1:
+            size, most = self.intra_node_size or 0, self.group._core.most_members
+            if not self.group._core.is_elastic or size < 1:
                 raise
             if size > most:
                 raise InvalidWorldSize(

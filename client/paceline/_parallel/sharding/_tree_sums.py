@@ -87,7 +87,7 @@ class TreeScattering:
         elif not flat.is_spread:  # it has no elements
             self._divides = False
         elif unit.replicas is None:
-            self._last = unit.shards.reduce_scatter_tree(
+            self._last = unit.shards._core.reduce_scatter_tree(
                 terms, leaves=leaves, nodes=nodes, label=flat.label, divisor=divisor, async_op=True
             )
         else:
@@ -127,7 +127,7 @@ class TreeScattering:
         """Begins the sum over the ranks that hold the same shard; returns False if there is no other."""
         if self._unit.replicas is None:
             return False
-        self._last = self._unit.replicas.all_reduce_tree(
+        self._last = self._unit.replicas._core.all_reduce_tree(
             self._terms,
             leaves=self._leaves,
             nodes=_joined_by_copy(self._nodes, self._unit.placement.nodes, self._leaves),

@@ -230,11 +230,11 @@ class Reconfigurable(ProcessGroup):
     def _abort(self) -> None:
         raised = ErrorReason.ERROR_REASON_PEER_RAISED
         self._aborts += 1  # comes first, as `reconfigure` checks it after setting what the next line reads
-        joining, mesh = self._joining, self._group.mesh
+        joining, mesh = self._joining, self._group._core.mesh
         if joining is not None:
             loop_thread().loop.call_soon_threadsafe(joining, PeerRaised(_ABORTED_MEANWHILE))
         if mesh.peers:
-            me, operation = mesh.peers[mesh.rank], self._group.progress().operation
+            me, operation = mesh.peers[mesh.rank], self._group._core.progress().operation
             text = f"{me} aborted the process group"
             mesh.fault.suspect(Suspicion(raised, None, operation, text))  # tells the other members
             mesh.fault.settle(
@@ -244,7 +244,7 @@ class Reconfigurable(ProcessGroup):
 
     def get_error(self) -> c10d.ErrorType:
         """Returns the sort of error that the current members had; SUCCESS if they had none."""
-        fault = self._group.mesh.fault
+        fault = self._group._core.mesh.fault
         error = fault.error() if fault.failed else None
         if error is None or isinstance(error, StepOrderError):  # the group has no members
             return c10d.ErrorType.SUCCESS
@@ -286,7 +286,7 @@ class Reconfigurable(ProcessGroup):
             )
             thread.start()
             alive = [other for other in self._leaving if other[0].is_alive()]
-            self._leaving = [*alive, (thread, self._group.mesh.fault)]
+            self._leaving = [*alive, (thread, self._group._core.mesh.fault)]
             self._use_group(self._empty_group(reason), _do_nothing)
 
     def _empty_group(self, reason: str) -> Group:

@@ -65,7 +65,7 @@ def trainees(name: str, world: int, redundancy: int = 2) -> list[Copying]:
         here.append(kind(name, Group(mesh, SOON)))
     made.extend(here)
     for trainee in here:
-        trainee.group.confirm_same_state()
+        trainee.group._core.confirm_same_state()
     together(here, 0)  # without copies, because the initial values are agreed on here
     take_copies(here, redundancy)
     return here
@@ -326,7 +326,7 @@ def test_copies_on_another_machine_need_no_node() -> None:
 def test_the_default_is_two_in_an_elastic_job_of_three(strategy: str, most: int | None, expected: int) -> None:
     group = Group(local_meshes(1)[0], SOON)
     if most is not None:
-        group.make_elastic(most)
+        group._core.make_elastic(most)
     model = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), group, **chosen(strategy))
     assert model._sharded.redundancy == expected
     assert paceline.TrainState(model=model).redundancy == expected
@@ -353,7 +353,7 @@ def test_a_redundancy_that_a_strategy_cannot_have_is_refused(strategy: str, redu
 
 def test_a_part_that_is_sharded_gives_its_model_redundancy() -> None:
     group = Group(local_meshes(1)[0], SOON)
-    group.make_elastic(3)
+    group._core.make_elastic(3)
     part = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), group)
     model = paceline.FSDP(paceline.nn.Sequential(part), group, paceline.ShardingStrategy.NO_SHARD)
     assert model._sharded.redundancy == 2

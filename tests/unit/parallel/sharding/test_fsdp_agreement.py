@@ -141,6 +141,6 @@ def test_units_with_equal_placement_share_their_groups() -> None:
         fsdp = FSDP(nn.Sequential(*units), g, ShardingStrategy.HYBRID_SHARD, 2)
         fsdp.backward(fsdp(ONE))
         SGD(fsdp, lr=0.1).step()
-        assert len(g._parts) == 2
+        assert len(g._core._parts) == 2
 
     run_ranks(4, rank, config=HASTY)

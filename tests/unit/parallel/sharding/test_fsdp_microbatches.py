@@ -101,7 +101,7 @@ def in_microbatches(group: Group, sampler: ElasticSampler, compute: Any, shares:
     """The microbatches of a step of `session.steps`, without a coordinator."""
     for number in in_turn(group, sampler.microbatches, shares=shares):
         indices, weight = sampler.current_microbatch(number)
-        group.set_gradient_weight(weight)
+        group._core.set_gradient_weight(weight)
         compute(number, indices)
 
 
@@ -133,7 +133,7 @@ def train(
         model.clip_grad_norm(0.2, p)
         optimizer.step()
         sampler.advance(group.size)
-    group.set_order(EVEN)
+    group._core.set_order(EVEN)
     digest = hashlib.sha256()
     if isinstance(model, DDP):
         weights = {path: p.data for path, p in model.module.named_parameters()} | dict(model.module.named_buffers())
