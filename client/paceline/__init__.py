@@ -1,6 +1,14 @@
 """Trains a model on several processes or machines, and training goes on when some of them die, freeze, join or leave.
 
-    import paceline
+    a place in a job       join, Session, Config, Credentials, once_per_host, run
+    collectives, messages  Group, Work, Store
+    the training loop      TrainState, ElasticSampler, Step, Microbatch, Dismissed
+    models of NumPy        nn, optim, DDP, FSDP, ShardingStrategy, Module, Parameter
+    checkpoints            checkpoint, sharded_state, load_sharded_state
+    smaller gradients      compression
+    tests                  testing
+    errors                 PacelineError and its kinds, see paceline.errors
+    imported by name       paceline.torch (DDP and FSDP of PyTorch), paceline.engines, paceline.launch
 
     with paceline.join() as session:
         total = session.group.all_reduce(array)

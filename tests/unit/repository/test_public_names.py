@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,13 @@ def test_every_public_name_exists_and_dir_lists_no_others() -> None:
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
     assert set(paceline.__all__) == set(dir(paceline))
+
+
+def test_help_begins_with_the_public_names_by_purpose() -> None:
+    _, table, *_ = str(paceline.__doc__).split("\n\n")
+    named = set(re.findall(r"\w+", " ".join(line[27:] for line in table.splitlines())))
+    assert named >= set(paceline.__all__) - set(errors.__all__) - {"__version__"}
+    assert named >= {module.rpartition(".")[2] for module in FOR_USERS}
 
 
 def test_an_unknown_name_raises_attribute_error() -> None:
