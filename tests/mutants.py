@@ -721,15 +721,15 @@ MUTANTS = (
     Mutant(
         "an update that was interrupted counts",
         f"{ELASTIC}/step.py",
-        "if self.gate.is_open and not self.spoiled and not",
-        "if self.gate.is_open and not",
+        "if self._gate.is_open and not self._spoiled and not",
+        "if self._gate.is_open and not",
         ("unit/elastic/test_step_solo.py",),
     ),
     Mutant(
         "the first of two updates counts, though the second one failed",
         f"{ELASTIC}/step.py",
-        "self.keeps_copy and (self.half_updated or error is not None)",
-        "self.keeps_copy and self.half_updated",
+        "self.keeps_copy and (self._half_updated or error is not None)",
+        "self.keeps_copy and self._half_updated",
         ("unit/elastic/test_step_copies.py",),
     ),
     Mutant(
@@ -777,8 +777,8 @@ MUTANTS = (
     Mutant(
         "sums are kept behind the gate",
         f"{ELASTIC}/step.py",
-        "usable=not (self.gate.is_open or self.spoiled)",
-        "usable=not self.spoiled",
+        "usable=not (self._gate.is_open or self._spoiled)",
+        "usable=not self._spoiled",
         ("unit/microbatch/test_kept_sums.py",),
     ),
     Mutant(

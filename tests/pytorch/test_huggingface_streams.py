@@ -78,7 +78,7 @@ class Reading:
                         world=group.size,
                         _group=group,
                         count=lambda weight, of, to=weights: to.append(weight),
-                        check_source=lambda of: None,
+                        _check_source=lambda of: None,
                     )
                     numbers = loader.batch(step)
                     found.append(numbers if weights[0] else [])

@@ -72,7 +72,7 @@ def step_of(group: Group, weights: list[float]) -> Any:
         world=group.size,
         _group=group,
         count=lambda weight, of: weights.append(weight),
-        check_source=lambda of: None,
+        _check_source=lambda of: None,
     )
 
 

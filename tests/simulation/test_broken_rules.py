@@ -285,7 +285,7 @@ def test_counting_a_step_with_a_failed_last_collective_is_detected(monkeypatch: 
     """Some members have made its second update then, and some have not."""
 
     def leave(step: Step, *raised: Any) -> bool:
-        step.keeps_copy = step.keeps_copy and not step.gate.is_open  # so that its updates are not taken back
+        step.keeps_copy = step.keeps_copy and not step._gate.is_open  # so that its updates are not taken back
         return honest(step, *raised)
 
     honest = Step.__exit__

@@ -73,12 +73,12 @@ def test_adding_microbatches_in_computation_order_is_detected(monkeypatch: pytes
 def test_contributing_after_half_an_update_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(step: Step) -> None:
         if step.keeps_copy:
-            step.half_updated = True
+            step._half_updated = True
         else:
             honest(step)
 
-    honest = Step.spoil
-    monkeypatch.setattr(Step, "spoil", spoil)
+    honest = Step._spoil
+    monkeypatch.setattr(Step, "_spoil", spoil)
     assert found(200, replace(MICROBATCHES, twice=True)).startswith("I6")
 
 

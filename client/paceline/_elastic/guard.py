@@ -84,7 +84,7 @@ class StateGuard:
     def diverged(self, text: str) -> None:
         """See `step.StepRunner`."""
         if self.step is not None:
-            self.step.spoiled = True
+            self.step._spoiled = True
         self.spoiled()
         self._divergences += 1
         if self._divergences >= _MOST_DIVERGENCES:
@@ -100,7 +100,7 @@ class StateGuard:
     def prepared(self, step: Step, small: Mapping[str, Any]) -> None:
         """See `step.StepRunner`."""
         self._member.prepare(step.number)
-        self._recovery.keep_gradients(small, updated=step.updates)
+        self._recovery.keep_gradients(small, updated=step._updates)
 
     def applied(self, step: int) -> None:
         """Records that the step was applied here."""
@@ -121,7 +121,7 @@ class StateGuard:
     @property
     def is_updating(self) -> bool:
         """True while an optimizer of the state runs, but for its first closure."""
-        return self.awaits_closure or (self.step is not None and self.step.updating)
+        return self.awaits_closure or (self.step is not None and self.step._updating)
 
     # The gate of the training state -----------------------------------------------------------------------------------
 
@@ -130,23 +130,23 @@ class StateGuard:
         step = self.step
         if step is None or not step.entered or step.left:
             raise StepOrderError("optimizer.step() was called outside of a step: call it inside `with step:`")
-        if step.updated and self._state.is_sharded:  # a step that is finished later runs one update
+        if step._updated and self._state.is_sharded:  # a step that is finished later runs one update
             raise StepOrderError("optimizer.step() was called twice in one step: a sharded state has one update")
-        step.updates = step.updating = (
+        step._updates = step._updating = (
             True  # set first: an interrupt after the gate opens leaves the state half changed
         )
         try:
-            step.open_gate(optimizer)
+            step._open_gate(optimizer)
         except BaseException:
-            step.updating = step.gate.is_open
+            step._updating = step._gate.is_open
             raise
-        step.updated = True
+        step._updated = True
         self._state.update_copies()
 
     def check(self) -> None:
         """See `state.Gate`."""
         if self.step is not None and self.step.entered and not self.step.left:
-            self.step.gate.check()
+            self.step._gate.check()
 
     def before_closure(self, optimizer: object, evaluations: int) -> None:
         """See `state.Gate`."""
@@ -161,12 +161,12 @@ class StateGuard:
     def changed(self) -> None:
         """See `state.Gate`."""
         if self.step is not None:
-            self.step.updating = False
+            self.step._updating = False
 
     def spoil(self) -> None:
         """See `state.Gate`."""
         if self.step is not None:
-            self.step.spoil()
+            self.step._spoil()
         else:
             self.spoiled()
 

@@ -66,7 +66,7 @@ class Pace:
 
     def passed(self, step: Step) -> None:
         """Divides later batches by the speeds in the word of a step that all have passed, and looks for a straggler."""
-        speeds, balance = step.gate.speeds, self._balance
+        speeds, balance = step._gate.speeds, self._balance
         if balance is None or not speeds or not balance.hear(step.number, speeds):
             return
         self._counters.speed_told()
@@ -95,5 +95,5 @@ class Pace:
 
     def leaves(self, step: Step) -> bool:
         """Returns True if this member leaves behind the step as a straggler: it has asked to, and no other has."""
-        self.why_leaving = "this worker is a straggler" if self._has_asked and step.gate.leaving == 1 else ""
+        self.why_leaving = "this worker is a straggler" if self._has_asked and step._gate.leaving == 1 else ""
         return bool(self.why_leaving)

@@ -54,7 +54,9 @@ class Step(StepBatch):
             committed steps.
         skipped: True after the block if no member makes an update in this step, and the loop goes on behind it: no
             member called `optimizer.step()`, or one called `skip`. `session.stats()` counts the samples.
-        gate: decides when the state may change.
+        generation: the generation of this attempt.
+        cause: the error that undid this attempt; None if it was not undone.
+        keeps_copy: True if `keep_copy` was called: everything that the step changes can be restored until it ends.
     """
 
     def __init__(
@@ -75,26 +77,25 @@ class Step(StepBatch):
         super().__init__(number, group, state, seed, kept, told, shares, has_mates=mates.size > 1)
         self.attempt = attempt
         self.applied = self.skipped = False
-        self.raised = False
+        self._raised = False
         """Whether its block has raised an error, which the other members were told."""
-        self.passed = False
+        self._passed = False
         """Whether the loop goes on behind this step: it was applied, or all members skipped it in this generation."""
-        self.left_out = 0
+        self._left_out = 0
         """This rank's samples in a step that was skipped in this generation."""
         self.generation = group.generation
         self.cause: BaseException | None = None
-        self.spoiled = False
-        self.updated = self.updates = self.updating = False
+        self._spoiled = False
+        self._updated = self._updates = self._updating = False
         """Whether the optimizer has run; was called (it may have stopped at the gate); is running now."""
-        self.half_updated = False
+        self._half_updated = False
         """Whether an update was interrupted that the copy can undo."""
         self.keeps_copy = False
-        """Whether everything that the step changes can be restored until it ends."""
         self._mesh = group._core.mesh
         self._runner = runner
         self._small = state.small()
         self._epoch = 0 if state.sampler is None else state.sampler.epoch
-        self.gate = StepGate(number, group, state, runner, word, digest, self._micro, mates)
+        self._gate = StepGate(number, group, state, runner, word, digest, self._micro, mates)
         self._mates = mates
         self._passes_over = self._lacks_sums = False
 
@@ -128,7 +129,7 @@ class Step(StepBatch):
             UnsupportedOp: the state is sharded over the members (FSDP), or a member is a replica of several ranks.
         """
         self._mates.refuse("step.keep_copy()")
-        if not self.entered or self.left or self.gate.is_open:
+        if not self.entered or self.left or self._gate.is_open:
             raise StepOrderError("step.keep_copy() belongs inside `with step:`, before the first optimizer.step()")
         if self._state.is_sharded:
             raise UnsupportedOp(
@@ -163,7 +164,7 @@ class Step(StepBatch):
                 replica of several ranks.
         """
         self._mates.refuse("step.skip()")
-        if not self.entered or self.left or self.updates:
+        if not self.entered or self.left or self._updates:
             raise StepOrderError("step.skip() belongs inside `with step:`, before optimizer.step()")
         if self._counted is not None:
             raise UnsupportedOp(
@@ -178,29 +179,29 @@ class Step(StepBatch):
         self._mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_STEP_SKIPPED, None, self.number, text))
         raise self._mesh.fault.error()
 
-    def pass_over(self) -> None:
+    def _pass_over(self) -> None:
         """Takes the step without its block, as all members do after one of them has asked to skip it."""
         self._passes_over = True
         with self:
             pass
 
-    def spoil(self) -> None:
+    def _spoil(self) -> None:
         """Handles an update that was interrupted half way: a copy undoes it later, else the state is discarded."""
         if self.keeps_copy:
-            self.half_updated = True
+            self._half_updated = True
             self._group._core.ban_collectives(HALF_UPDATED)
             return
-        self.spoiled = True
+        self._spoiled = True
         self._runner.spoiled()
 
-    def open_gate(self, optimizer: object = None) -> None:
+    def _open_gate(self, optimizer: object = None) -> None:
         """Waits until the state may change; see `StepGate.open`."""
-        self.gate.open(optimizer, updates=self.updates, skips=self.skipped, keeps_copy=self.keeps_copy)
+        self._gate.open(optimizer, updates=self._updates, skips=self.skipped, keeps_copy=self.keeps_copy)
 
-    def keep_sums(self, base: Tag | None) -> None:
+    def _keep_sums(self, base: Tag | None) -> None:
         """Keeps sums of this attempt, which was undone, for the next one; `base` is the state before."""
         if self._micro is not None:
-            self._micro.keep(base, usable=not (self.gate.is_open or self.spoiled), lacks=self._lacks_sums)
+            self._micro.keep(base, usable=not (self._gate.is_open or self._spoiled), lacks=self._lacks_sums)
 
     def __enter__(self) -> Step:
         if self.entered:
@@ -215,28 +216,28 @@ class Step(StepBatch):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False] | bool:
         self.left = True
-        if self.updating and not self.spoiled:  # the script caught the error that interrupted it, or a signal did
-            self.spoil()
+        if self._updating and not self._spoiled:  # the script caught the error that interrupted it, or a signal did
+            self._spoil()
         if error is None:
             try:
-                if self.updates:
-                    self.open_gate()
+                if self._updates:
+                    self._open_gate()
                 else:
                     self.skipped = self._passes_over or self._state.has_optimizer
-                    self.left_out = self._own_samples() if self.skipped else 0
-                    self.gate.pass_without_update(skips=self.skipped)
+                    self._left_out = self._own_samples() if self.skipped else 0
+                    self._gate.pass_without_update(skips=self.skipped)
             except BaseException as failure:  # noqa: BLE001  raised again below, when the step is undone
                 error = failure
         self._group._core.ban_collectives(BETWEEN_STEPS)
         self._end_batch()
-        self.gate.close()
+        self._gate.close()
         if isinstance(error, SumsNotHeld):
             self._lacks_sums = True
-            self.gate.tell(error)  # ends the generation, so that all take the step again
+            self._gate.tell(error)  # ends the generation, so that all take the step again
         failed = self._mesh.fault.failed or isinstance(error, StepVoid)
-        takes_back = self.keeps_copy and (self.half_updated or error is not None)  # the block did not finish
-        if self.gate.is_open and not self.spoiled and not takes_back:
-            self.passed, self.applied = True, not self.skipped
+        takes_back = self.keeps_copy and (self._half_updated or error is not None)  # the block did not finish
+        if self._gate.is_open and not self._spoiled and not takes_back:
+            self._passed, self.applied = True, not self.skipped
             self._state.advance(self.world)
             self._runner.applied(self.number)
         else:
@@ -244,13 +245,13 @@ class Step(StepBatch):
                 self._mesh.fault.error() if self._mesh.fault.failed else error
             )  # the block may have seen another
             self.skipped = isinstance(self.cause, StepSkipped) and self.cause.operation == self.number
-            if self.gate.is_prepared:
+            if self._gate.is_prepared:
                 at_gate = self._state.small()
                 self._state.put_back(self._small)
                 self._runner.prepared(self, at_gate)
-            elif self.gate.is_open and self.keeps_copy:
+            elif self._gate.is_open and self.keeps_copy:
                 self._state.undo_updates(self._small)
-            elif not self.spoiled:
+            elif not self._spoiled:
                 self._state.undo(self._small)
         if isinstance(error, NewcomerDiffers) and error.newcomer in self._mesh.peers:  # it ends, and reports why
             failed = True
@@ -264,17 +265,17 @@ class Step(StepBatch):
             ends = True  # of the script at this rank alone: its mates may wait in a collective behind this line
         swallowed = failed and isinstance(error, Exception) and not (ends or lost)
         # A block that raised after the gate may not have made all of its changes.
-        self._state.is_whole = not self.spoiled and (not self.passed or error is None or swallowed)
+        self._state.is_whole = not self._spoiled and (not self._passed or error is None or swallowed)
         if error is None:
             return True
         if swallowed:
-            if self.passed:
+            if self._passed:
                 _log.warning("step %d was applied, though its block ended with an error", self.number, exc_info=error)
             return True
-        self.raised = True
+        self._raised = True
         if lost is not None:
             raise lost from error
-        self.gate.tell(error)
+        self._gate.tell(error)
         if kind is None:
             raise error
         return False

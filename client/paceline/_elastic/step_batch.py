@@ -25,7 +25,6 @@ class StepBatch:
     Attributes:
         number: number of the step, from 1, counted over the whole job.
         rank, world: this member's place in the view of this attempt.
-        shares: the microbatches, or else the samples, of each rank in a whole batch; None for equal shares.
         entered, left: whether the step's block has begun, and whether it has ended.
     """
 
@@ -44,7 +43,7 @@ class StepBatch:
         self.number = number
         self.rank, self.world = group.rank, group.size
         self.entered = self.left = False
-        self.shares = shares
+        self._shares = shares  # the microbatches, or else the samples, of each rank in a whole batch; None if equal
         self._group = group
         self._state = state
         self._seed = seed
@@ -127,11 +126,11 @@ class StepBatch:
             UnsupportedOp: `of` is no part of the training state, or the state has a sampler, which sets the weight.
             StepOrderError: the step is over, or has a weight already: a step takes one batch.
         """
-        self.check_source(of)
+        self._check_source(of)
         self._counted = weight
         self._group._core.set_gradient_weight(weight)
 
-    def check_source(self, of: object) -> None:
+    def _check_source(self, of: object) -> None:
         """Raises what `count` would raise now."""
         name = type(of).__name__
         if not self._state.has(of):
@@ -199,7 +198,7 @@ class StepBatch:
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         self._refuse_with_microbatches("a rank's share of the batch", "micro.indices and micro.weight")
         if self._share is None:
-            self._share = self.sampler.current(self.rank, self.world, self.shares)
+            self._share = self.sampler.current(self.rank, self.world, self._shares)
             self._group._core.set_gradient_weight(self._share[1])
         return self._share
 
@@ -209,7 +208,7 @@ class StepBatch:
             return self._micro.own_samples()
         if self._state.sampler is None:
             return 0
-        indices, weight = self._state.sampler.current(self.rank, self.world, self.shares)
+        indices, weight = self._state.sampler.current(self.rank, self.world, self._shares)
         return len(indices) if weight else 0
 
     def _refuse_with_microbatches(self, what: str, instead: str) -> None:

@@ -223,7 +223,7 @@ class TrainingLoop:
             if step.number >= self.guard.asked[0]:  # no exchange told the others: its block decides anew
                 self.guard.asked = 0, ""
             return False
-        step.pass_over()
+        step._pass_over()
         return True
 
     def end(self, step: Step) -> None:
@@ -239,32 +239,32 @@ class TrainingLoop:
         if not over:
             # The next word says whether the optimizer ran, so that a member that skipped it is found at once. Not if
             # another generation has begun since: members that took its base ran no optimizer.
-            self._last_update = _UPDATED if step.applied and step.updated else 0
-            self._saver.heard(writing=bool(step.gate.flags & StepFlag.WRITES))
-            if step.passed:
+            self._last_update = _UPDATED if step.applied and step._updated else 0
+            self._saver.heard(writing=bool(step._gate.flags & StepFlag.WRITES))
+            if step._passed:
                 self._pace.passed(step)
         if step.applied:
             self._pace.applied(step, is_over=over)
-        elif step.passed:
-            self._counters.step_skipped(step.number, step.left_out)
+        elif step._passed:
+            self._counters.step_skipped(step.number, step._left_out)
             if not self._has_skipped:
                 tell_once(_log, _SKIPPED % step.number, key="skipped")
             self._has_skipped = True
         else:
             self._counters.step_undone()
-        if step.passed and step.number >= self.guard.asked[0]:
+        if step._passed and step.number >= self.guard.asked[0]:
             self.guard.asked = 0, ""
         if self._kept_sums is not None:
-            if step.passed or over:
+            if step._passed or over:
                 self._kept_sums.step_over()
             else:
-                step.keep_sums(self._member.held)
-        if not step.passed:
+                step._keep_sums(self._member.held)
+        if not step._passed:
             self._failed(step.cause, meet=not over)
-        elif step.gate.flags & StepFlag.STOP and not over:
+        elif step._gate.flags & StepFlag.STOP and not over:
             self.last = step.number
             tell_once(_log, f"job {self._job_line.job!r} stops after step {step.number} of {self._total}, as asked")
-        elif step.gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
+        elif step._gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._member.leaving = self._pace.leaves(step) or bool(self._job_line.inbox.draining)
             self._send_meet(self._member.meet())
@@ -314,7 +314,7 @@ class TrainingLoop:
         Raises StepOrderError if others go on.
         """
         step = self.guard.step
-        if not self.unfinished or self.raised or (step is not None and step.raised):
+        if not self.unfinished or self.raised or (step is not None and step._raised):
             return
         self.broken_off = self.broken_off or "in an unknown line"
         self.leave()
@@ -322,7 +322,7 @@ class TrainingLoop:
             self.end(step)
         elif step is not None:
             self.guard.step = None
-            step.gate.close()
+            step._gate.close()
             self._member.step_dropped()
         with contextlib.suppress(Dismissed):
             while not self.done:

@@ -284,7 +284,7 @@ class SharedStreams:
 
     def batch(self, step: Step, of: object) -> Any:
         """Returns this rank's part of the step's samples, collated, and counts its weight."""
-        step.check_source(of)
+        step._check_source(of)
         shares = self._shares(step)
         batch = self._fetch(step)
         step.count(float(shares[step.rank :: step.world].sum() / shares.sum()), of=of)

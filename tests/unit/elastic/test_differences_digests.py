@@ -52,7 +52,7 @@ def test_divergence_error_says_where_members_differ(change: list[Any], where: st
 
         def open_gate(rank: int) -> None:
             errand = PendingStepWord(groups[rank], step_word(StepFlag(0), 1, rank), 1, with_gradients=False)
-            Step(1, 1, groups[rank], trainings[rank].state, StepRunner(), errand, rank, 0).open_gate()  # type: ignore[arg-type]
+            Step(1, 1, groups[rank], trainings[rank].state, StepRunner(), errand, rank, 0)._open_gate()  # type: ignore[arg-type]
 
         errors = at_once([lambda rank=rank: open_gate(rank) for rank in range(2)])
     for error in errors:

@@ -69,7 +69,7 @@ def test_the_gate_opens_after_all_collectives_of_the_step_have_ended(groups: lis
         runner = StepRunner(lambda: work.done())
         step = step_of(mine, runner)
         work = mine.all_reduce(np.ones(3), async_op=True)
-        step.open_gate()
+        step._open_gate()
         other_may_go_on.set()
         work.wait()
         return runner.saw
@@ -85,7 +85,7 @@ def test_the_gate_opens_after_all_collectives_of_the_step_have_ended(groups: lis
 
 def test_the_gate_stays_shut_if_members_hold_different_bits(groups: list[Group]) -> None:
     runners = [StepRunner(), StepRunner()]
-    steps = [lambda i=i: step_of(groups[i], runners[i], digest=i).open_gate() for i in range(2)]
+    steps = [lambda i=i: step_of(groups[i], runners[i], digest=i)._open_gate() for i in range(2)]
     assert all(isinstance(error, DivergenceError) for error in at_once(steps))
     assert [runner.saw for runner in runners] == [[], []]
 
@@ -101,28 +101,28 @@ def test_a_block_hears_of_a_failure_before_the_gate_together_with_mates_and_not_
     held: list[Point] = []
     mates = Mates()
     step = step_of(groups[0], StepRunner())
-    step.gate._mates = mates
-    step.gate.check()
+    step._gate._mates = mates
+    step._gate.check()
     mates.goes = None
     with pytest.raises(StepVoid, match="another rank of this replica has stopped in step 1"):
-        step.gate.check()
+        step._gate.check()
     groups[0]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "rank 1 is lost"))
     groups[0]._core.mesh.fault.expect_no_verdict()
     with pytest.raises(PeerLost):
-        step.gate.check()
-    step.gate.is_open = True
-    step.gate.check()
+        step._gate.check()
+    step._gate.is_open = True
+    step._gate.check()
     assert held == [Point.INSIDE, Point.INSIDE]
 
 
 def test_the_gate_stays_shut_after_the_generation_has_failed(groups: list[Group]) -> None:
     runners = [StepRunner(), StepRunner()]
     steps = at_once([lambda i=i: step_of(groups[i], runners[i]) for i in range(2)])
-    at_once([step.gate._word.wait for step in steps])
+    at_once([step._gate._word.wait for step in steps])
     groups[1]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
     for step in steps:
         with pytest.raises(PeerLost, match="rank 0 is gone"):
-            step.open_gate()
+            step._open_gate()
     assert [runner.saw for runner in runners] == [[], []]
 
 
@@ -177,8 +177,8 @@ def test_a_step_is_skipped_only_if_all_members_skip_it(alone: bool, groups: list
         step = Step(1, 1, group, trained(), StepRunner(), word, 5, 0)  # type: ignore[arg-type]
         with step:
             if alone and rank == 0:
-                step.updates = True
-                step.open_gate()
+                step._updates = True
+                step._open_gate()
         if alone and rank == 0:
             group._core.ban_collectives("")
             with pytest.raises(PacelineError):
@@ -189,7 +189,7 @@ def test_a_step_is_skipped_only_if_all_members_skip_it(alone: bool, groups: list
     assert isinstance(first, Step), first
     assert isinstance(second, Step), second
     assert (first.applied, first.skipped) == (alone, not alone)
-    assert (second.passed, second.applied, second.skipped) == (not alone, False, not alone)
+    assert (second._passed, second.applied, second.skipped) == (not alone, False, not alone)
 
 
 @pytest.mark.parametrize("asked", [1, 2])

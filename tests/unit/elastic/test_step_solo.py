@@ -169,7 +169,7 @@ def test_an_interrupt_within_the_update_spoils_the_step(session: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         training.run(session, 2)
     (step,) = training.steps
-    assert step.spoiled
+    assert step._spoiled
     assert not step.applied
     assert training.state.step == 0
 

@@ -63,8 +63,8 @@ def test_sums_are_not_kept_after_the_gate_has_opened(opened: bool) -> None:
     kept, wrapper = KeptSums(), Wrapper((4, 6))
     micro: Any = SimpleNamespace(_attempt=attempt(kept, [wrapper], 2), _kept_sums=kept, _twice=None)
     micro.keep = partial(StepMicrobatches.keep, micro)
-    step: Any = SimpleNamespace(gate=SimpleNamespace(is_open=opened), spoiled=False, _lacks_sums=False, _micro=micro)
-    Step.keep_sums(step, BASE)
+    step: Any = SimpleNamespace(_gate=SimpleNamespace(is_open=opened), _spoiled=False, _lacks_sums=False, _micro=micro)
+    Step._keep_sums(step, BASE)
     assert kept.nodes() == (() if opened else ((4, 6),))
 
 
