@@ -20,7 +20,7 @@ import paceline
 from paceline._base.waits import loop_thread
 from paceline._elastic.offer import OfferedState
 from paceline._elastic.peer_calls import Holder, take_shards
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.grpc_door import Door
@@ -67,11 +67,11 @@ def member(rank: int, world: int, pipe: Connection) -> None:
     model = paceline.FSDP(Layers(group), group)  # type: ignore[arg-type]
     optimizer = paceline.optim.Adam(model)
     state = TrainState(model=model, optimizer=optimizer)
-    state.switch(state.resharding(Share(rank, world)))
-    state.keep_updated_shares()
+    state._core.switch(state._core.resharding(Share(rank, world)))
+    state._core.keep_updated_shares()
     fill(optimizer, Share(rank, world))
     offered, door = OfferedState(), Door("job", IN_THE_CLEAR)
-    offered.offer(TAG, state.offered())
+    offered.offer(TAG, state._core.offered())
     port = loop_thread().run(door.start("127.0.0.1", 0))
     door.window.member_id, door.window.source = f"member-{rank}", offered
     here = process_identity()
@@ -83,16 +83,16 @@ def member(rank: int, world: int, pipe: Connection) -> None:
             for r, (port, pid, ticks) in ports.items()
         ]
         start = perf_counter()
-        plan = state.resharding(Share(*share), own=own)
+        plan = state._core.resharding(Share(*share), own=own)
         wanted = sum(plan.into(run).nbytes for run in plan.wanted)
         loop_thread().run(take_shards("job", TAG, holders, plan, 10.0, IN_THE_CLEAR))
         if own:
-            state.switch(plan)
+            state._core.switch(plan)
         seconds = perf_counter() - start
         if own:
             check(state, Share(*share))
-            state.switch(state.resharding(Share(rank, world)))
-            state.keep_updated_shares()
+            state._core.switch(state._core.resharding(Share(rank, world)))
+            state._core.keep_updated_shares()
         pipe.send((seconds, wanted))
     loop_thread().run(door.close(0.0))
 
@@ -110,9 +110,9 @@ def check(state: TrainState, share: Share) -> None:
     size = -(-ELEMENTS // share.parts)
     first = share.part * size
     expected = np.arange(first, min(first + size, ELEMENTS), dtype=np.float32)
-    for path, leaf in state.content()["parts"]["model"]["arrays"].items():
+    for path, leaf in state._core.content()["parts"]["model"]["arrays"].items():
         np.testing.assert_array_equal(leaf.values, expected + int(path[0]))
-    for path, leaf in state.content()["parts"]["optimizer"]["arrays"].items():
+    for path, leaf in state._core.content()["parts"]["optimizer"]["arrays"].items():
         np.testing.assert_array_equal(leaf.values, expected - int(path[0]))
 
 

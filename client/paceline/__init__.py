@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from paceline._elastic.join import join
     from paceline._elastic.sampler import ElasticSampler
     from paceline._elastic.session import Session
-    from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
+    from paceline._elastic.train_state import TrainState
     from paceline._group import Group
     from paceline._microbatch.microbatch import Microbatch
     from paceline._parallel._data_parallel import DDP
@@ -165,7 +165,7 @@ _HOME = {
     "sharded_state": "paceline._parallel.sharding._holdings",
     "load_sharded_state": "paceline._parallel.sharding._holdings",
     "ElasticSampler": "paceline._elastic.sampler",
-    "TrainState": "paceline._elastic.state",
+    "TrainState": "paceline._elastic.train_state",
     "Dismissed": "paceline.errors",
     "Step": "paceline._elastic.step",
     "Microbatch": "paceline._microbatch.microbatch",

@@ -105,7 +105,7 @@ def main() -> None:
             whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
         values = torch.cat([p.detach().reshape(-1) for p in whole])
         digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
-        rest = hashlib.sha256(b"".join(a.tobytes() for a in state.large())).hexdigest()[:16]
+        rest = hashlib.sha256(b"".join(a.tobytes() for a in state._core.large())).hexdigest()[:16]
         place = f"rank {rank} of {session.replica}/{session.replicas}"
         short, found = [count for count in made if count < INNER], values[:4].tolist()
         os.write(1, f"pid {os.getpid()} {place}: {digest} {rest}, short {short}, found {found}\n".encode())

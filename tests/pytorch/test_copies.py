@@ -65,9 +65,9 @@ class Trainee:
         torch.manual_seed(10 * number + rank)
         self.optimizer.zero_grad()
         F.cross_entropy(self.model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 1])).backward()
-        if self.state.copies:
-            self.state.send_gradients(self.group)
-            self.state.update_copies()
+        if self.state._core.copies:
+            self.state._core.send_gradients(self.group)
+            self.state._core.update_copies()
         self.optimizer.step()
         self.schedule.step()
 
@@ -101,7 +101,7 @@ def test_a_parameter_that_is_unfrozen_later_gets_its_state_in_copies_too() -> No
 
     here = trainees(2, frozen)
     together(here, 1)
-    names = set(here[0].state._spread.named(here[0].state._spread.holding()))
+    names = set(here[0].state._core._spread.named(here[0].state._core._spread.holding()))
 
     def unfreeze(trainee: Trainee) -> None:
         trainee.optimizer.param_groups[0]["params"][0].requires_grad_(True)
@@ -110,7 +110,7 @@ def test_a_parameter_that_is_unfrozen_later_gets_its_state_in_copies_too() -> No
     for number in (2, 3):
         together(here, number)
         assert check_copies(here) == 2
-    assert set(here[0].state._spread.named(here[0].state._spread.holding())) > names
+    assert set(here[0].state._core._spread.named(here[0].state._core._spread.holding())) > names
 
 
 def test_an_update_of_copies_counts_no_step_of_the_optimizer_or_its_schedule() -> None:
@@ -148,7 +148,7 @@ def test_hooks_around_the_step_are_refused_before_the_step(register: str) -> Non
         getattr(trainee.optimizer, register)(lambda optimizer, args, kwargs: None)
     text = r"AdamW has hooks around its step.* redundancy=1"
     with pytest.raises(UnsupportedOp, match=text):
-        here[0].state.check_round_trip()  # as `session.steps` does
+        here[0].state._core.check_round_trip()  # as `session.steps` does
     with pytest.raises(UnsupportedOp, match=text):
         together(here, 1)
 
@@ -156,10 +156,10 @@ def test_hooks_around_the_step_are_refused_before_the_step(register: str) -> Non
 def test_a_step_of_the_object_itself_is_refused_and_a_scheduler_is_not() -> None:
     here = trainees(2, OPTIMIZERS["AdamW"])
     assert "step" in vars(here[0].optimizer), "the scheduler has put its own there"
-    here[0].state.check_round_trip()
+    here[0].state._core.check_round_trip()
     here[0].optimizer.step = lambda: None
     with pytest.raises(UnsupportedOp, match=r"this AdamW has a step\(\) of its own"):
-        here[0].state.check_round_trip()
+        here[0].state._core.check_round_trip()
 
 
 class Decaying(torch.optim.SGD):

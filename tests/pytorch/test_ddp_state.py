@@ -61,9 +61,9 @@ class Training:
 @pytest.mark.parametrize("kind", [kind for kind in OPTIMIZERS if kind != "nadam"])
 def test_a_loaded_state_trains_on_with_the_bits_of_the_donor(kind: str, dtype: Any) -> None:
     donor, newcomer = Training(kind, dtype).train(3), Training(kind, dtype, seed=9)
-    donor.state.check_round_trip()
-    newcomer.state.check_round_trip()
-    assert donor.state.manifest() == newcomer.state.manifest()
+    donor.state._core.check_round_trip()
+    newcomer.state._core.check_round_trip()
+    assert donor.state._core.manifest() == newcomer.state._core.manifest()
 
     skeleton, arrays = split(donor.state.state_dict())  # as it travels: JSON and arrays
     places = [p.data_ptr() for p in newcomer.model.parameters()]
@@ -84,7 +84,7 @@ def test_undo_restores_the_state_before_the_step(kind: str) -> None:
     training = Training(kind).train(2)
     before = training.state.fingerprint()
 
-    small = training.state.small()
+    small = training.state._core.small()
     training.gradients()
     for group in training.optimizer.param_groups:
         if torch.is_tensor(group["lr"]):
@@ -92,7 +92,7 @@ def test_undo_restores_the_state_before_the_step(kind: str) -> None:
         else:
             group["lr"] = 7.0
     assert training.state.fingerprint() != before
-    training.state.undo(small)
+    training.state._core.undo(small)
 
     assert training.state.fingerprint() == before
     assert all(p.grad is None for p in training.model.parameters())
@@ -103,7 +103,7 @@ def test_undo_restores_the_state_before_the_step(kind: str) -> None:
 def test_the_undo_copy_holds_only_buffers() -> None:
     """Neither parameters nor moments."""
     training = Training("adam").train()
-    _, arrays = split(training.state.small())
+    _, arrays = split(training.state._core.small())
     assert all("running" in path or "num_batches" in path for path in arrays), list(arrays)
 
 
@@ -143,13 +143,13 @@ class Gate:
 
 def test_optimizer_step_opens_the_gate_once() -> None:
     training, gate = Training(), Gate()
-    training.state.guard(gate)
+    training.state._core.guard(gate)
     training.train(2)
     late = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
     training.train()
     late.step()
     assert gate.opened == 3
-    training.state.unguard()
+    training.state._core.unguard()
     training.train()
     assert gate.opened == 3
 
@@ -158,4 +158,4 @@ def test_a_state_that_torch_rounds_on_load_is_refused() -> None:
     """NAdam's own `load_state_dict` rounds a product to the parameters' dtype."""
     training = Training("nadam", torch.bfloat16).train(3)
     with pytest.raises(paceline.UnsupportedOp, match=r"differs.*mu_product"):
-        training.state.check_round_trip()
+        training.state._core.check_round_trip()

@@ -68,11 +68,11 @@ def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, optimizer: str, cop
     assert not same(model, other)
     tag = Tag(7, 0)
     offered = OfferedState()
-    offered.offer(tag, ours.offered())
+    offered.offer(tag, ours._core.offered())
     assert sum(copied) == 2 * 900 + 1, "an offer copies buffers, and no parameters or moments"
     told = offered.describe(tag)
     described = Description.from_json(told.to_json(), told.hashes, 1 << 30)
-    content, _ = described.allocate(theirs.offered().arrays)
+    content, _ = described.allocate(theirs._core.offered().arrays)
     copied.clear()
     for chunk in range(content.chunks):
         content.write(chunk, offered.read(tag, chunk))
@@ -85,8 +85,8 @@ def test_state_is_copied_to_a_newcomer_in_chunks(dtype: str, optimizer: str, cop
 
 def test_an_offer_copies_no_moments_on_the_cpu_either() -> None:
     _, _, ours = state(optimizer="AdamW")
-    moments = [value for each in ours.given["optimizer"].state.values() for value in each.values() if value.ndim]
-    offered = list(ours.offered().arrays.values())
+    moments = [value for each in ours._core.given["optimizer"].state.values() for value in each.values() if value.ndim]
+    offered = list(ours._core.offered().arrays.values())
     for moment in moments:
         assert any(np.shares_memory(moment.numpy(), array) for array in offered)
 
@@ -94,13 +94,13 @@ def test_an_offer_copies_no_moments_on_the_cpu_either() -> None:
 def test_the_buffers_of_a_step_are_copied_with_one_wait_for_each_dtype(copied: list[int]) -> None:
     _, _, ours = state()
     copied.clear()
-    ours.small()
+    ours._core.small()
     assert sorted(copied) == [1, 2 * 900], "a count, and running mean and variance"
 
 
 def test_a_digest_copies_one_window(copied: list[int]) -> None:
     model, _, ours = state()
-    large = ours.large()
+    large = ours._core.large()
     copied.clear()
     on_device = [partial_digest(large, step) for step in range(40)]
     assert max(copied) == 1024
@@ -112,11 +112,11 @@ def test_undo_restores_buffers_without_copying_parameters(copied: list[int]) -> 
     model, scaler, ours = state(3)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     copied.clear()
-    small = ours.small()
+    small = ours._core.small()
     assert sum(copied) == 2 * 900 + 1, "running mean and variance, and a count"
     scaler.scale(model(torch.randn(4, 700)).mean())
     scaler.update(1.0)
-    ours.undo(small)
+    ours._core.undo(small)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert scaler.get_scale() == 8.0
 
@@ -147,5 +147,5 @@ def test_a_channels_last_tensor_is_written_and_keeps_its_layout() -> None:
 
 
 def test_equal_states_have_equal_digests_and_others_differ(copied: list[int]) -> None:
-    assert digests_of(state()[2]) == digests_of(state()[2])
-    assert digests_of(state(1)[2]) != digests_of(state(2)[2])
+    assert digests_of(state()[2]._core) == digests_of(state()[2]._core)
+    assert digests_of(state(1)[2]._core) != digests_of(state(2)[2]._core)

@@ -113,12 +113,12 @@ def test_an_undone_round_is_restored(restore_inner: bool) -> None:
         local = DiLoCo(net, inner, group, compression="int8", restore_inner=restore_inner)
         local.prepare()
         state = paceline.TrainState(model=local, schedule=schedule)
-        state.check_round_trip()
+        state._core.check_round_trip()
         door = Door()
-        state.guard(door)
+        state._core.guard(door)
         for number in [0, 1, 1, 2] if lost else [0, 1, 2]:
             door.shut = lost and number == 1 and not door.shut
-            begun, small = flat(net), state.small()
+            begun, small = flat(net), state._core.small()
             for batch in batches_of(group.rank, number):
                 inner_step(net, inner, batch)
                 schedule.step()
@@ -126,14 +126,14 @@ def test_an_undone_round_is_restored(restore_inner: bool) -> None:
                 with pytest.raises(paceline.PeerLost):
                     local.outer_step()
                 assert not np.array_equal(flat(net), begun)
-                state.undo(small)
+                state._core.undo(small)
                 np.testing.assert_array_equal(flat(net), begun)
                 assert all(parameter.grad is None for parameter in net.parameters())
                 number_of = {float(kept["step"]) for kept in inner.state.values()}
                 assert number_of == ({4.0} if restore_inner else {8.0})
             else:
                 local.outer_step()
-        state.unguard()
+        state._core.unguard()
         return flat(net), state.fingerprint(), inner.param_groups[0]["lr"]
 
     undisturbed = run_ranks(3, lambda group: rank(group, False))
@@ -162,7 +162,7 @@ def test_a_newcomer_loads_the_state() -> None:
         inner = make_inner(newcomer)
         local = DiLoCo(newcomer, inner, group)
         taken = paceline.TrainState(model=local)
-        assert taken.manifest() == state.manifest()
+        assert taken._core.manifest() == state._core.manifest()
         taken.load_state_dict(state.state_dict())
         assert taken.fingerprint() == state.fingerprint()
         np.testing.assert_array_equal(flat(newcomer), flat(net))

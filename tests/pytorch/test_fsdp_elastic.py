@@ -238,7 +238,7 @@ def test_a_state_is_resharded_between_worlds(name: str, world: int, next_world: 
         for number in range(3, 6):
             together(after, number)
             for trainee in after:
-                trainee.state.keep_updated_shares()
+                trainee.state._core.keep_updated_shares()
         states = each([trainee.group for trainee in after], lambda group: after[group.rank].model.state_dict())
     finally:
         for trainee in made_now:

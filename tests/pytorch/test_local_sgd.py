@@ -110,7 +110,7 @@ def test_two_inner_optimizers_with_tied_and_frozen_parameters() -> None:
         local = LocalSGD(net, [first, second], group)
         local.prepare()
         state = paceline.TrainState(model=local)
-        state.check_round_trip()
+        state._core.check_round_trip()
         for _ in range(2):
             for batch in batches_of(group.rank, 0, 3):
                 net(torch.ones(4, 6) * len(batch)).sum().backward()

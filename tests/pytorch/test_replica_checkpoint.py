@@ -41,17 +41,17 @@ class Run:
             loss_of(self.model, x).backward()
             self.optimizer.step()
             self.schedule.step()
-            self.state.advance(1)
+            self.state._core.advance(1)
 
     def save(self, folder):
-        content = ReplicaContent(self.state, self.position)
+        content = ReplicaContent(self.state._core, self.position)
         if line.position == 0:
             folder.mkdir()
         line.gather(None)
         return write(folder, content.copied(), content.buffers, line)
 
     def load(self, folder):
-        ReplicaContent(self.state, self.position).load(folder, os.listdir(folder))
+        ReplicaContent(self.state._core, self.position).load(folder, os.listdir(folder))
 
     def values(self):
         found = {f"model {path}": whole(value) for path, value in self.model.state_dict().items()}
@@ -130,7 +130,7 @@ torch.optim.lr_scheduler.StepLR(optimizer, 1)
 options = StateDictOptions(flatten_optimizer_state_dict=True)
 tree = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
 dcp.load(tree, checkpoint_id=folder)
-ours = ReplicaContent(saved.state, position).copied()["optimizer"]
+ours = ReplicaContent(saved.state._core, position).copied()["optimizer"]
 assert tree["optimizer"].keys() == ours.keys(), tree["optimizer"].keys() ^ ours.keys()
 for name, value in tree["optimizer"].items():
     mine_of = ours[name]
@@ -161,7 +161,7 @@ for model in (plain, wrapped, hooked):
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model, ours).backward()
     optimizer.step()
-    tree = ReplicaContent(paceline.TrainState(model=model, optimizer=optimizer), position).copied()
+    tree = ReplicaContent(paceline.TrainState(model=model, optimizer=optimizer)._core, position).copied()
     names.append({key for name in ("model", "optimizer") for key in tree[name]})
 assert names[0] == names[1] == names[2], [names[0] ^ each for each in names]
 """,
@@ -276,7 +276,7 @@ assert all(torch.equal(value, before[name]) for name, value in other.model.state
 loose = torch.nn.Parameter(torch.ones(2))
 state = paceline.TrainState(model=built(), optimizer=torch.optim.SGD([loose]))
 try:
-    ReplicaContent(state, position)
+    ReplicaContent(state._core, position)
 except UnsupportedOp as error:
     assert "1 parameters of optimizer are in no model of the training state" in str(error), error
 else:
@@ -303,14 +303,14 @@ check_equal(other, saved.values())
 assert [p for p, each in other.model.named_parameters() if not each.requires_grad] == ["head.bias"]
 renamed = paceline.TrainState(model=other.model, opt=other.optimizer, sampler=paceline.ElasticSampler(60, 4))
 try:
-    ReplicaContent(renamed, position).load(folder, os.listdir(folder))
+    ReplicaContent(renamed._core, position).load(folder, os.listdir(folder))
 except SizeMismatch as error:
     assert "the checkpoint has no opt.param_groups.blocks.0.norm.weight" in str(error), error
 else:
     raise AssertionError("an optimizer without its state")
 other.optimizer.param_groups[1]["betas"] = slice(2)
 try:
-    ReplicaContent(other.state, position).check()
+    ReplicaContent(other.state._core, position).check()
 except UnsupportedOp as error:
     assert "betas of optimizer is a slice" in str(error), error
 else:
@@ -350,13 +350,13 @@ from paceline_protocol import Tag
 
 saver = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
 for held in (Tag(1, 3), Tag(1, 4)):
-    saver.begin(held, saved.state, group)
-    saver.start(held, saved.state, group, writing=False)
-    saver.keep_last(held, saved.state, group)
+    saver.begin(held, saved.state._core, group)
+    saver.start(held, saved.state._core, group, writing=False)
+    saver.keep_last(held, saved.state._core, group)
     if replica == 0:
         assert read_manifest(folder / str(held)).tag == held
     dist.barrier()
-saver.start(Tag(1, 5), saved.state, group, writing=False)
+saver.start(Tag(1, 5), saved.state._core, group, writing=False)
 saver.drop_others(Tag(2, 5))
 saver.commit(5)
 saver.wait()
@@ -365,7 +365,7 @@ assert paceline.checkpoint.tags(folder) == [Tag(1, 3), Tag(1, 4)]
 assert len(list(folder.iterdir())) == 2
 other = Run(sharded(built(seed=3)))
 again = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
-again.load(other.state)
+again.load(other.state._core)
 assert again.tag == Tag(1, 4)
 check_equal(other, saved.values())
 """,
@@ -384,7 +384,7 @@ saver = ReplicaSaver(folder, 1, MemberCounters(), line._mates)
 if position == 1:
     saved.own["seen"] = iter(())
 try:
-    saver.keep(Tag(1, 3), saved.state, group)
+    saver.keep(Tag(1, 3), saved.state._core, group)
 except CheckpointFailed as error:
     text = "rank 1: " if replica == 0 else "could not write the checkpoint"
     assert text in str(error), error

@@ -76,7 +76,7 @@ def state_of(mesh):
     return paceline.TrainState(model=paceline.torch.DiLoCo(net, torch.optim.SGD(net.parameters(), lr=1.0), group))
 
 state, other = state_of(inner), state_of(init_device_mesh("cpu", (2, k), mesh_dim_names=("replica", "tp"))["tp"])
-assert "Shard(dim=0)" in state.manifest().decode() and "inner=2" in state.manifest().decode()
+assert "Shard(dim=0)" in state._core.manifest().decode() and "inner=2" in state._core.manifest().decode()
 state_of(inner).load_state_dict(state.state_dict())
 try:
     other.load_state_dict(state.state_dict())

@@ -162,7 +162,7 @@ def test_dataset_state_keeps_its_types_in_a_round_trip() -> None:
     with ElasticStreamLoader(OfOneOrder(), BATCH) as loader, ElasticStreamLoader(OfOneOrder(), BATCH) as other:
         loader.batch(at())
         there = paceline.TrainState(data=other)
-        there.check_round_trip()
+        there._core.check_round_trip()
         there.load_state_dict(paceline.TrainState(data=loader).state_dict())
         assert other.batch(at()).tolist() == list(range(BATCH, 2 * BATCH))
 
@@ -413,7 +413,7 @@ def test_a_different_batch_size_is_named_as_the_difference() -> None:
     from paceline._links.base import Peer
 
     here, there = (
-        paceline.TrainState(data=ElasticStreamLoader(Stream(), size)).manifest() for size in (BATCH, 2 * BATCH)
+        paceline.TrainState(data=ElasticStreamLoader(Stream(), size))._core.manifest() for size in (BATCH, 2 * BATCH)
     )
     error = difference(here, there, Peer("m", 1, "host-b"))
     assert "data is a stream with global_batch=6, seed=0 here but a stream with global_batch=12, seed=0" in str(error)

@@ -44,8 +44,8 @@ def tensors(there: dict[str, Any]) -> list[Any]:
 def test_tensors_are_loaded_in_place(tmp_path: Any) -> None:
     kept = values(0.0)
     donor, newcomer, here = (paceline.TrainState(ema=ema) for ema in (values(2.0), values(0.0), kept))
-    donor.check_round_trip()
-    assert donor.manifest() == newcomer.manifest()
+    donor._core.check_round_trip()
+    assert donor._core.manifest() == newcomer._core.manifest()
     before = tensors(kept)
     skeleton, arrays = split(donor.state_dict())
     here.load_state_dict(join(skeleton, arrays))
@@ -94,7 +94,7 @@ def test_an_averaged_model_is_not_copied(session: Any) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     state = paceline.TrainState(net=net, averaged=averaged, optimizer=optimizer)
-    assert list(state.small()["averaged"]["buffers"]) == ["n_averaged"]
+    assert list(state._core.small()["averaged"]["buffers"]) == ["n_averaged"]
     expected = averaged.module.weight.detach().clone()
     for step in session.steps(state, total=3):
         with step:

@@ -102,7 +102,7 @@ class Plan:
 
 
 class State:
-    """The state of one process: the interface of `TrainState` that the steps use, and one optimizer.
+    """The state of one process: the interface of `StateCore` that the steps use, and one optimizer.
 
     Args:
         process: whose.
@@ -116,6 +116,11 @@ class State:
 
     sampler = None
     has_optimizer = True
+
+    @property
+    def _core(self) -> State:
+        return self  # its inside is no object of its own
+
     uses_fsdp = False
     objects: Mapping[str, Any] = {}
 

@@ -17,6 +17,7 @@ from simulation.state import Spoiled
 from simulation.threads import current
 
 import paceline
+from paceline._elastic.state import StateCore
 from paceline._microbatch.microbatch import microbatch_seed
 from paceline._microbatch.sum_tree import split_of
 from paceline._parallel._parameter import Parameter
@@ -133,7 +134,7 @@ def _sum_of(terms: list[NDArray[np.float32]], lo: int, hi: int) -> NDArray[np.fl
     return _sum_of(terms, lo, middle) + _sum_of(terms, middle, hi)
 
 
-class Training(paceline.TrainState):
+class Training(StateCore):
     """The training state of one process, with what the user's code does in a step.
 
     Args:
@@ -152,6 +153,10 @@ class Training(paceline.TrainState):
         self._optimizer = _Optimizer(self._ddp)
         self._history: dict[str, Any] = {"origin": origin, "applied": []}
         super().__init__(model=self._ddp, optimizer=self._optimizer, sampler=_sampler(), history=self._history)
+
+    @property
+    def _core(self) -> Training:
+        return self  # its inside is no object of its own
 
     @property
     def bits(self) -> tuple[object, ...]:
@@ -210,6 +215,6 @@ class Training(paceline.TrainState):
             self._history["applied"].append(generation)
 
     def advance(self, world: int) -> None:
-        """See `TrainState.advance`."""
+        """See `StateCore.advance`."""
         super().advance(world)
         self.process.applied(self._history["applied"][-1], self.step)

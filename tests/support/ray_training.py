@@ -65,7 +65,7 @@ def train(session: Any, folder: str, total: int, pace: float, killed_by_ray: int
     except paceline.Dismissed:
         emit("dismissed")
         raise
-    large = state.large()
+    large = state._core.large()
     emit("done", step=state.step, generation=session.generation, digest=digest(large), weights=numbers(large))
     return session.rank, os.getpid()
 

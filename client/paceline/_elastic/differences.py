@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline._elastic.device_array import DeviceArray, on_host
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline.checkpoint.tree import split
@@ -42,7 +42,7 @@ def partial_digest(arrays: Sequence[Any], step: int) -> int:
     return zlib.crc32(np.asarray(array.flat[first : first + count]).view(np.uint8).data)  # in C order too
 
 
-def digests_of(state: TrainState) -> dict[str, int]:
+def digests_of(state: StateCore) -> dict[str, int]:
     """Returns a 32-bit digest of each unsharded array and of the rest of each part; the same names on all members."""
     arrays = {name: crc_of(on_host(array)) for name, array in state.named().items()}
     return {**arrays, **{name: crc_of(part.rest()) for name, (_, part) in state.objects.items()}}
@@ -57,7 +57,7 @@ def where_they_differ(names: Sequence[str], digests: NDArray[np.uint32]) -> str:
     return f"they differ in {', '.join(odd[:_MOST_NAMES])}{more}"
 
 
-def find_minority(group: Group, state: TrainState, step: int, digest: int) -> tuple[list[int], str]:
+def find_minority(group: Group, state: StateCore, step: int, digest: int) -> tuple[list[int], str]:
     """Finds the ranks that do not hold what most members hold, and a sentence on where they differ. A collective.
 
     Raises:

@@ -24,7 +24,7 @@ from paceline._base.work import Work
 from paceline._elastic.differences import find_minority
 from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.rounds import Point
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._group import Group
 from paceline._links.fault import Fault, Suspicion
 from paceline._microbatch.step_microbatches import StepMicrobatches
@@ -154,7 +154,7 @@ class StepGate:
         self,
         number: int,
         group: Group,
-        state: TrainState,
+        state: StateCore,
         runner: StepRunner,
         word: PendingStepWord,
         digest: int,

@@ -10,7 +10,7 @@ from paceline._elastic.job_line import JobLine
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rules import StateWatch
 from paceline._elastic.saver import Saver
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step import Step
 from paceline._microbatch.receipts import ReceiptBook
 from paceline.errors import DivergenceError, StepOrderError
@@ -31,7 +31,7 @@ class StateGuard:
     def __init__(
         self,
         job_line: JobLine,
-        state: TrainState,
+        state: StateCore,
         member: MemberState,
         saver: Saver,
         recovery: StateRecovery,

@@ -11,7 +11,7 @@ from statistics import median_low
 from paceline._base.shares import Shares
 from paceline._elastic.balance import Balance
 from paceline._elastic.job_line import JobLine
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step import Step
 from paceline._session.launcher_pipe import tell_once
 
@@ -26,7 +26,7 @@ class Pace:
         why_leaving: why this member leaves in the meeting that follows; empty if it does not, or was told to.
     """
 
-    def __init__(self, job_line: JobLine, state: TrainState, balance: Balance | None) -> None:
+    def __init__(self, job_line: JobLine, state: StateCore, balance: Balance | None) -> None:
         self.shares: Shares | None = None
         self.why_leaving = ""
         self._straggles = self._has_asked = False

@@ -15,7 +15,7 @@ from paceline._elastic.mates import Alone
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.reshard_plan import ReshardPlan
 from paceline._elastic.saver import Saver, warning_of_frozen
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._links.fault import Suspicion
 from paceline._parallel._parameter import Parameter
 from paceline._parallel.sharding._placement import copy_partners
@@ -65,7 +65,7 @@ class StateRecovery:
     `read_a_checkpoint` says that the state came from a checkpoint; the owner reads and clears it.
     """
 
-    def __init__(self, job_line: JobLine, member: MemberState, state: TrainState, saver: Saver) -> None:
+    def __init__(self, job_line: JobLine, member: MemberState, state: StateCore, saver: Saver) -> None:
         self._job_line = job_line
         self._member = member
         self._state = state

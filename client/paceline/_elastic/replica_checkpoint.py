@@ -30,7 +30,7 @@ from paceline._elastic.foreign import local_of, placement
 from paceline._elastic.mates import Mates
 from paceline._elastic.parts import check_fit, trains
 from paceline._elastic.saver import warning_of_frozen
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._microbatch.receipts import checked_lines
 from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.folder import MAX_MANIFEST_BYTES, SavedFile, write_file
@@ -106,7 +106,7 @@ class ReplicaContent:
             that could not be read again.
     """
 
-    def __init__(self, state: TrainState, position: int) -> None:
+    def __init__(self, state: StateCore, position: int) -> None:
         import torch
         from torch.distributed.fsdp import FSDPModule
 

@@ -20,7 +20,7 @@ from paceline._base.waits import Latch
 from paceline._elastic.mates import Mates
 from paceline._elastic.replica_checkpoint import MateLine, ReplicaContent, write
 from paceline._elastic.saver import Saver
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._group import Group
 from paceline.checkpoint.folder import (
     ON_ONE_DISK,
@@ -99,7 +99,7 @@ class ReplicaSaver(Saver):
         self._line = MateLine(mates) if self.keeps else None
         self._attempt: _Attempt | None = None
 
-    def load(self, state: TrainState) -> None:
+    def load(self, state: StateCore) -> None:
         """Loads the latest checkpoint that no mate finds damaged, if there is one; all mates call it.
 
         Raises:
@@ -171,11 +171,11 @@ class ReplicaSaver(Saver):
         if self._attempt is not None and self._attempt.tag != held:
             self._attempt.decide(committed=False)  # if it was committed, `commit` has said so before
 
-    def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def begin(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.begin`; `start` copies."""
         self.drop_others(held)
 
-    def start(self, held: Tag | None, state: TrainState, group: Group, *, writing: bool) -> None:
+    def start(self, held: Tag | None, state: StateCore, group: Group, *, writing: bool) -> None:
         """See `Saver.start`."""
         if self._line is None or self._every is None or group.rank != 0:
             return
@@ -201,7 +201,7 @@ class ReplicaSaver(Saver):
         if self._attempt is not None and self._attempt.tag.step <= step:
             self._attempt.decide(committed=True)
 
-    def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.keep`; all mates call it."""
         trouble = self._keep_together(held, state, is_writer=group.rank == 0)
         refused = group.rank + 1 if trouble else 0
@@ -213,7 +213,7 @@ class ReplicaSaver(Saver):
                 f"{group.members[refused - 1]} could not write the checkpoint {held}; its log says why"
             )
 
-    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep_last(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.keep_last`; mates write together. Those of all replicas may, and the first one publishes."""
         if self._line is None:
             return
@@ -240,7 +240,7 @@ class ReplicaSaver(Saver):
         if lost and (trouble := self._keep_together(held, state, is_writer=True)):
             raise CheckpointFailed(f"the checkpoint {held} was not written: {trouble}")
 
-    def _keep_together(self, held: Tag | None, state: TrainState, *, is_writer: bool) -> str:
+    def _keep_together(self, held: Tag | None, state: StateCore, *, is_writer: bool) -> str:
         """Writes the state now, if this replica is the writer; returns what went wrong, the same on all mates."""
         self._join(held)
         if not is_writer or self._line is None or held is None:
@@ -312,7 +312,7 @@ _Copy = tuple[dict[str, Any], set[str]]
 """The content of a state, and the names of its buffers, as `write` takes them."""
 
 
-def _copy_of(state: TrainState, position: int) -> _Copy | Exception:
+def _copy_of(state: StateCore, position: int) -> _Copy | Exception:
     """Copies a state; returns the error if that fails, because mates wait for this one's word."""
     try:
         content = ReplicaContent(state, position)

@@ -19,7 +19,7 @@ from paceline._elastic.device_array import DeviceArray
 from paceline._elastic.differences import crc_of
 from paceline._elastic.foreign import marks_of, view
 from paceline._elastic.parts import as_trained
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline.errors import StepOrderError, UnsupportedOp
 
 _STEPS = 3
@@ -32,7 +32,7 @@ _DEPTH = 3
 """Levels of a part in which its optimizer is searched: a wrapper of schedulers may have a dict of lists of them."""
 
 
-def check_complete(state: TrainState) -> None:
+def check_complete(state: StateCore) -> None:
     """Checks that the state has the models that its optimizers change, and the schedulers that change those."""
     held: set[int] = set()
     for _, part in state.objects.values():
@@ -65,7 +65,7 @@ def check_complete(state: TrainState) -> None:
 
 
 @contextlib.contextmanager
-def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Iterator[None]:
+def no_other_optimizer(state: StateCore, updating: Callable[[], bool]) -> Iterator[None]:
     """Inside the block, refuses updates of the state's models by torch optimizers that are no part of the state.
 
     The other optimizer's `step` raises before it changes anything. `updating` returns True while an optimizer of the
@@ -102,7 +102,7 @@ def no_other_optimizer(state: TrainState, updating: Callable[[], bool]) -> Itera
 class StateWatch:
     """Checks that the training state changes only inside a step, after the gate."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: StateCore) -> None:
         self._state = state
         self._after: dict[str, int] | None = None
         """Checksums of the state after the last step."""
@@ -145,12 +145,12 @@ class StateWatch:
         self._after = self._before = None
 
 
-def _arrays_of(state: TrainState) -> dict[str, int]:
+def _arrays_of(state: StateCore) -> dict[str, int]:
     """Returns a checksum of a sample of each array, by name."""
     return {name: _sampled(array) for name, array in state.named().items()}
 
 
-def _rest_of(state: TrainState) -> dict[str, int]:
+def _rest_of(state: StateCore) -> dict[str, int]:
     """Returns a checksum of each part's small state that only a block changes; skips parts that cannot be saved."""
     found = {}
     for name, (_, part) in state.objects.items():

@@ -23,7 +23,7 @@ from paceline import checkpoint
 from paceline._base.activity import MemberCounters
 from paceline._elastic.parts import trains
 from paceline._elastic.reshard_plan import ReshardPlan
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._group import Group
 from paceline._session.launcher_pipe import tell_once
 from paceline.checkpoint.folder import damage_of, fingerprint
@@ -49,7 +49,7 @@ def _elsewhere(tag: Tag, where: object) -> str:
 
 
 @contextlib.contextmanager
-def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
+def warning_of_frozen(state: StateCore, step: int) -> Iterator[None]:
     """Logs a warning if a checkpoint that is loaded inside the block freezes or unfreezes parameters.
 
     That is right for a run that resumes, and mostly wrong for a second stage of fine-tuning, which begins with the
@@ -69,7 +69,7 @@ def warning_of_frozen(state: TrainState, step: int) -> Iterator[None]:
         )
 
 
-def _trained(state: TrainState) -> dict[str, bool]:
+def _trained(state: StateCore) -> dict[str, bool]:
     """Returns for each parameter of each model whether it is trained."""
     return {
         f"{name} {path!r}": trains(parameter)
@@ -110,7 +110,7 @@ class Saver:
         self._left_out: dict[Tag, str] = {}  # the checkpoints that were left out, and why
         self._missing: tuple[Tag, float] | None = None  # a tag that only others see, and since when
 
-    def load(self, state: TrainState) -> None:
+    def load(self, state: StateCore) -> None:
         """Loads the latest checkpoint that is not damaged, if there is one; CheckpointDamaged if all are damaged."""
         if self._directory is None:
             return
@@ -206,7 +206,7 @@ class Saver:
                 raise CheckpointDamaged(f"{text} yet")
             time.sleep(_LOOK_S)
 
-    def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def begin(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """Copies the state when a step begins, if a checkpoint is due."""
         self.drop_others(held)
         if self._every is None or held is None or held.step % self._every or held in (self._last, Tag(0, 0)):
@@ -220,7 +220,7 @@ class Saver:
         if self._pending is not None and self._pending[0] != held:
             self._pending = None
 
-    def start(self, held: Tag | None, state: TrainState, group: Group, *, writing: bool) -> None:
+    def start(self, held: Tag | None, state: StateCore, group: Group, *, writing: bool) -> None:
         """Starts a checkpoint that mates write together, if one is due, once the step has begun on all of them.
 
         `writing` says whether a mate still writes the one before.
@@ -250,7 +250,7 @@ class Saver:
         thread.start()
         self._thread = thread
 
-    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep_last(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """Saves like `keep` when all members leave, with no other try: if one is lost, each of the others writes."""
         if not group._core.mesh.fault.failed:
             try:
@@ -265,7 +265,7 @@ class Saver:
             self._write_now(held, state, "")
             self._check()
 
-    def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """Writes the last state. A collective: when it returns, all writers have finished.
 
         The wait for them ends only if one of them dies, because a big state on a slow disk may take long.
@@ -285,7 +285,7 @@ class Saver:
                 f"{group.members[refused - 1]} could not write the checkpoint {held}; its log says why"
             )
 
-    def _write_now(self, tag: Tag, state: TrainState, attempt: str) -> None:
+    def _write_now(self, tag: Tag, state: StateCore, attempt: str) -> None:
         if self._thread is not None:
             self._thread.join()
         self._complain()
@@ -362,7 +362,7 @@ class JointSaver(Saver):
     _written_since: tuple[Tag, float] | None = None
     """The checkpoint that rank 0 counts, and when its write began; None elsewhere, and if it was there already."""
 
-    def begin(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def begin(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.begin`; a collective."""
         if self._generation != group.generation:
             self.wait_until_copied()
@@ -404,7 +404,7 @@ class JointSaver(Saver):
     def commit(self, step: int) -> None:
         """See `Saver.commit`: `begin` publishes what is committed."""
 
-    def keep_last(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep_last(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.keep_last`. If a member is lost, so is its shard, and the log says so."""
         try:
             self.keep(held, state, group)
@@ -417,7 +417,7 @@ class JointSaver(Saver):
                 error,
             )
 
-    def keep(self, held: Tag | None, state: TrainState, group: Group) -> None:
+    def keep(self, held: Tag | None, state: StateCore, group: Group) -> None:
         """See `Saver.keep`; a collective."""
         if self._directory is None or held is None:
             return

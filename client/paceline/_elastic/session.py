@@ -26,9 +26,9 @@ from paceline.config import Config
 if TYPE_CHECKING:
     from paceline._elastic.job_line import JobLine
     from paceline._elastic.retry import Attempt
-    from paceline._elastic.state import TrainState
     from paceline._elastic.step import Step
     from paceline._elastic.step_parts import Loader, StepParts
+    from paceline._elastic.train_state import TrainState
     from paceline._elastic.training_loop import TrainingLoop
     from paceline._session.member import MemberConnection
 
@@ -235,7 +235,7 @@ class Session(abc.ABC):
         replay = Replay.of_environment(os.environ)
         self._line = make_loop(
             self._job_line(),
-            state,
+            state._core,
             total if replay is None else replay.step,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
@@ -249,8 +249,8 @@ class Session(abc.ABC):
         self._line.on_commit = self._on_commit
         self._line.on_view = self._on_view
         if replay is not None:
-            return replay.follow(run_steps(self._line, state), state)
-        return run_steps(self._line, state)
+            return replay.follow(run_steps(self._line, state._core), state._core)
+        return run_steps(self._line, state._core)
 
     def batches(self, state: TrainState, loader: Loader[T], *, total: int, **options: Any) -> StepParts[T]:
         """Returns the parts of each step's samples, for code whose loop is over batches: `steps`, part by part.

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes, so that a step can be undone and newcomers can receive it."""
+"""Everything that training changes, so that a step can be undone and newcomers can receive it."""
 
 from __future__ import annotations
 
@@ -68,37 +68,11 @@ class Gate(Protocol):
         """Notes that the change is complete. If neither this nor `spoil` is called, it was interrupted too."""
 
 
-class TrainState:
-    """The state that training changes: model, optimizer, sampler, and values of the user.
-
-        sampler = paceline.ElasticSampler(n, global_batch=256)
-        state = paceline.TrainState(model=model, optimizer=optimizer, sampler=sampler)
-        for step in session.steps(state, total=1000): ...
-
-    Takes modules (wrapped or not), optimizers, samplers, dicts of arrays and values, nested or not, and anything that
-    has `state_dict()` and `load_state_dict()`; of any framework whose memory NumPy can view. Arrays of a dict,
-    torch's tensors too, are restored in place, if shape and dtype are the same.
-
-    What only `optimizer.step` changes is never copied: `session.steps` runs that call only when it is sure that the
-    step will be applied on every worker. Everything else is copied when a step begins. So give every object that
-    `optimizer.step` changes, and change them nowhere else; gradients need not be given.
-
-    For a model that FSDP shards, give the wrapper and one optimizer of `paceline.optim`, or of `torch.optim` for
-    `paceline.torch.FSDP`: their shards move with the ranks.
-
-    Args:
-        parts: the objects, by names that are the same on every member.
+class StateCore:
+    """The inside of a `TrainState`, which the loop over the steps uses.
 
     Attributes:
-        step: number of steps that were applied to it. A script that loads what was trained elsewhere may set it before
-            `session.steps`, which then begins with the step after it (not with FSDP: use its checkpoints).
-        receipts: the receipts of the last two steps that have one, as lines of JSON; see `Session.steps`.
-        sampler: the `ElasticSampler` among the parts, None if there is none.
-        is_whole: False while a step or a load changes it, and afterwards if that was interrupted: then it is unusable
-            until `load_state_dict` has replaced all of it.
-
-    Raises:
-        UnsupportedOp: a part cannot be given to another member, or there are two samplers.
+        step, receipts, sampler, is_whole: see `TrainState`.
     """
 
     def __init__(self, **parts: Any) -> None:
@@ -120,28 +94,14 @@ class TrainState:
         self._gates: list[tuple[Any, Callable[..., Any] | None]] = []
         """Guarded optimizers, each with the `step` that the object itself had; None if its class had it."""
 
-    def __repr__(self) -> str:
-        return f"TrainState({', '.join(self._given)}; step {self.step})"
-
-    # For users --------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of everything that this member holds, for a checkpoint; sharded arrays as `Shard`s."""
+        """See `TrainState.state_dict`."""
         skeleton, leaves = split_shards(self.content())
         copied: dict[str, Any] = join(skeleton, {name: _copy(leaf) for name, leaf in leaves.items()})
         return copied
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Loads everything in place, or nothing if it raises.
-
-        Args:
-            saved: as `state_dict` returned it. For an array that is sharded here, the whole array or this member's
-                shard; None leaves it as it is.
-
-        Raises:
-            SizeMismatch: the saved state has other parts or shapes; the text names them.
-            Exception: what a part's own `load_state_dict` raised.
-        """
+        """See `TrainState.load_state_dict`."""
         step, parts = int(saved["step"]), saved["parts"]
         held = self._spread.holding(to_write=True)
         try:
@@ -170,8 +130,6 @@ class TrainState:
             part.write(held, parts[name]["arrays"])
         self.step, self.receipts = step, receipts
         self.is_whole = True
-
-    # For the loop over the steps --------------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
         """Returns everything as nested values: the live large arrays, and copies of the rest.
@@ -312,14 +270,7 @@ class TrainState:
         return json.dumps({"settings": words, "parts": described}, separators=(",", ":"), sort_keys=True).encode()
 
     def fingerprint(self) -> bytes:
-        """Returns the SHA-256 of the whole state but its receipts: the same for all numbers of members that hold it.
-
-        Where the state is sharded over the members (FSDP) the call is a collective, which gathers one array at a time.
-
-        Raises:
-            StepOrderError: the state is sharded, and no collective may be called now.
-            PacelineError: a collective failed.
-        """
+        """See `TrainState.fingerprint`."""
         if self._spread.share == WHOLE:
             return self._digest([], lambda leaf: leaf.values)
         self.prepare()  # in a new generation the ranks of the shards are not known yet

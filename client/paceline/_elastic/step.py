@@ -13,7 +13,7 @@ from paceline._base.uncaught import users_place
 from paceline._base.work import Work
 from paceline._elastic.gate import BETWEEN_STEPS, HALF_UPDATED, PendingStepWord, StepGate, StepRunner
 from paceline._elastic.mates import ALONE, Alone
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step_batch import StepBatch
 from paceline._group import Group
 from paceline._links.fault import Suspicion
@@ -64,7 +64,7 @@ class Step(StepBatch):
         number: int,
         attempt: int,
         group: Group,
-        state: TrainState,
+        state: StateCore,
         runner: StepRunner,
         word: PendingStepWord,
         digest: int,

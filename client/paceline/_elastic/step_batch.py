@@ -11,7 +11,7 @@ from paceline._base.shares import Shares
 from paceline._base.work import Work
 from paceline._elastic.foreign import seed_frameworks
 from paceline._elastic.sampler import ElasticSampler
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._group import Group
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._microbatch.microbatch import Microbatch
@@ -32,7 +32,7 @@ class StepBatch:
         self,
         number: int,
         group: Group,
-        state: TrainState,
+        state: StateCore,
         seed: int,
         kept: KeptSums | None,
         told: Work[Any] | None,

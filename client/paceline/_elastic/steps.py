@@ -24,7 +24,7 @@ from paceline._elastic.replica_saver import ReplicaSaver
 from paceline._elastic.rules import check_complete, no_other_optimizer
 from paceline._elastic.sampler import CHECK_EVERY
 from paceline._elastic.saver import JointSaver, Saver, warning_of_frozen
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step import Step
 from paceline._elastic.training_loop import TrainingLoop
 from paceline._group import Group
@@ -44,7 +44,7 @@ _SAME_S = 1.0
 
 def make_loop(
     job_line: JobLine,
-    state: TrainState,
+    state: StateCore,
     total: int,
     *,
     checkpoint_dir: str | os.PathLike[str] | None,
@@ -132,7 +132,7 @@ def make_loop(
     return loop
 
 
-def _check_microbatches(state: TrainState, group: Group) -> None:
+def _check_microbatches(state: StateCore, group: Group) -> None:
     """Checks that the microbatches of a step can be divided among all members."""
     microbatches = 0 if state.sampler is None else state.sampler.microbatches
     if not microbatches:
@@ -146,7 +146,7 @@ def _check_microbatches(state: TrainState, group: Group) -> None:
         raise UnsupportedOp("check_every with FSDP, which has no gradients of one microbatch to compare: leave it out")
 
 
-def _check_batch(state: TrainState) -> None:
+def _check_batch(state: StateCore) -> None:
     """Warns of a batch that is larger than an epoch, which may be meant, as in a test with few samples."""
     sampler = state.sampler
     if sampler is not None and (size := sampler.batch_size(1)) > sampler.n:
@@ -157,7 +157,7 @@ def _check_batch(state: TrainState) -> None:
         )
 
 
-def _make_balance(mates: Alone, state: TrainState) -> Balance:
+def _make_balance(mates: Alone, state: StateCore) -> Balance:
     """Returns the shares that follow the speeds of the workers, in units of the state's sampler."""
     mates.refuse("balance=True")  # they would measure different speeds, and share one batch
     if (sampler := state.sampler) is None:
@@ -176,7 +176,7 @@ def _make_balance(mates: Alone, state: TrainState) -> Balance:
 
 
 def _make_saver(
-    job_line: JobLine, state: TrainState, directory: str | os.PathLike[str] | None, every: int | None
+    job_line: JobLine, state: StateCore, directory: str | os.PathLike[str] | None, every: int | None
 ) -> Saver:
     counters, mates = job_line.group._core.counters, job_line.mates
     if isinstance(mates, Mates) and not state.is_sharded:
@@ -184,7 +184,7 @@ def _make_saver(
     return (JointSaver if state.is_sharded else Saver)(directory, every, counters)
 
 
-def _check_replica(mates: Alone, state: TrainState, *, receipts: bool) -> None:
+def _check_replica(mates: Alone, state: StateCore, *, receipts: bool) -> None:
     """Refuses what needs a state that one rank of a replica has whole, or that spreads over replicas."""
     if mates.size == 1 and (spread := state.spread_by_torch):
         raise UnsupportedOp(
@@ -197,7 +197,7 @@ def _check_replica(mates: Alone, state: TrainState, *, receipts: bool) -> None:
         mates.refuse("paceline.FSDP")
 
 
-def _check_receipts(state: TrainState) -> None:
+def _check_receipts(state: StateCore) -> None:
     """Checks that the steps can have receipts: the state follows from its steps alone, and a member has it whole."""
     if state.sampler is None or not state.sampler.same_bits:
         raise UnsupportedOp(
@@ -215,7 +215,7 @@ class _ReplaySaver(Saver):
         super().__init__(None, None)
         self._folder = folder
 
-    def load(self, state: TrainState) -> None:
+    def load(self, state: StateCore) -> None:
         """See `Saver.load`."""
         if self._folder:
             reader = Reader(Path(self._folder))
@@ -229,7 +229,7 @@ class _ReplaySaver(Saver):
         return self._folder
 
 
-def run_steps(loop: TrainingLoop, state: TrainState) -> Iterator[Step]:
+def run_steps(loop: TrainingLoop, state: StateCore) -> Iterator[Step]:
     """Yields each step, and again until it is applied; see `Session.steps`."""
     taken_by = takers(sys._getframe())
     try:

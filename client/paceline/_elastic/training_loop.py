@@ -29,7 +29,7 @@ from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
 from paceline._elastic.rounds import Point
 from paceline._elastic.saver import Saver
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step import Step
 from paceline._elastic.waiting import MeetingWait, await_finish
 from paceline._links.base import Mesh, Peer
@@ -75,7 +75,7 @@ class TrainingLoop:
     def __init__(
         self,
         job_line: JobLine,
-        state: TrainState,
+        state: StateCore,
         total: int,
         seed: int,
         manifest: bytes,
@@ -115,7 +115,7 @@ class TrainingLoop:
         self._kept_sums = KeptSums() if keeps_sums else None
         self.guard = StateGuard(job_line, state, member, saver, self._recovery, self._blocks, self._tell_committed)
 
-    def held_of(self, state: TrainState) -> Tag | None:
+    def held_of(self, state: StateCore) -> Tag | None:
         """Returns the tag of a state if it is this line's; None if it is another state, or unusable."""
         return self._member.held if state is self._state else None
 

@@ -83,7 +83,7 @@ def main() -> None:
         except paceline.Dismissed as end:
             emit("dismissed", reason=end.reason, step=state.step)
             raise
-        found = state.large()
+        found = state._core.large()
         emit("done", step=state.step, digest=digest(found), weights=numbers(found), net=flat(net).tolist())
 
 

@@ -166,7 +166,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     from paceline._elastic.job_line import JobLine
     from paceline._elastic.offer import Content, OfferedState
     from paceline._elastic.saver import Saver
-    from paceline._elastic.state import TrainState
+    from paceline._elastic.state import StateCore
     from paceline._elastic.training_loop import TrainingLoop
     from paceline._group import wrapper_calls
     from paceline._group.group_core import GroupCore
@@ -237,7 +237,7 @@ def inflict(faults: Sequence[Fault], emit: Callable[..., None]) -> None:
     _before(OfferedState, "read", lambda *_: strike("giving"))
     _before(OfferedState, "pack", lambda *_: strike("giving_share"))
     _before(Content, "write", lambda *_: strike("taking"))
-    _before(TrainState, "switch", lambda *_: strike("taking_share"))
+    _before(StateCore, "switch", lambda *_: strike("taking_share"))
     _after(JobLine, "meet", lambda port, _: port.group.generation > 1 and strike("meeting"))
     _before(TrainingLoop, "close", lambda *_: strike("closing"))
     _before(Saver, "keep", lambda *_: strike("keeping"))

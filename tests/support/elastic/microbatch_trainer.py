@@ -138,15 +138,19 @@ def main() -> None:
                             session.group.barrier()  # all have computed one microbatch
                     for fault in faults:
                         fault.in_step(step, "before_gate")
-                    problem.update()
+                    problem._core.update()
                     for fault in faults:
                         fault.in_step(step, "behind_gate")
                 if step.applied:
-                    digest = "" if state.is_sharded else state.fingerprint().hex()  # a collective
+                    digest = "" if state._core.is_sharded else state.fingerprint().hex()  # a collective
                     emit("applied", generation=step.generation, step=step.number, digest=digest, world=step.world)
                 else:
                     emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
-                if state.is_sharded and step.applied and step.number % plan.get("digest_every", step.number + 1) == 0:
+                if (
+                    state._core.is_sharded
+                    and step.applied
+                    and step.number % plan.get("digest_every", step.number + 1) == 0
+                ):
                     for attempt in session.retry():
                         with attempt:
                             emit("digest", step=state.step, digest=state.fingerprint().hex())

@@ -64,7 +64,7 @@ def one_process(
     found: dict[int, list[float]] = {}
     for step in range(max(steps) + 1):
         if step in steps:
-            found[step] = [float(value) for array in state.large() for value in array.reshape(-1)]
+            found[step] = [float(value) for array in state._core.large() for value in array.reshape(-1)]
         if step < max(steps):
             indices = sampler.batch(step)
             loss, dy = paceline.nn.softmax_cross_entropy(model.forward(x[indices]), t[indices])

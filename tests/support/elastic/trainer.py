@@ -150,10 +150,10 @@ def main() -> None:
                             total = session.group.all_reduce(np.ones(1))
                     assert total[0] == session.size
         except paceline.Dismissed as end:
-            found = [] if state.is_sharded else large(state, problem)
+            found = [] if state._core.is_sharded else large(state, problem)
             emit("dismissed", reason=end.reason, step=state.step, digest=digest(found), weights=numbers(found))
             raise
-        found = whole(state, session.group) if state.is_sharded else large(state, problem)
+        found = whole(state, session.group) if state._core.is_sharded else large(state, problem)
         values = numbers(found) if plan.get("hidden", 16) <= 16 else []
         emit("done", step=state.step, generation=session.generation, digest=digest(found), weights=values)
 
@@ -172,13 +172,13 @@ def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None, redundanc
 
 def large(state: Any, problem: Any) -> list[Any]:
     """All large state, as the NumPy problem has it."""
-    found: list[Any] = state.large() if problem is None else problem.large()
+    found: list[Any] = state._core.large() if problem is None else problem._core.large()
     return found
 
 
 def whole(state: Any, group: Any) -> list[Any]:
     """All large state of which this rank has a part, in the order of `TrainState.large`. A collective."""
-    _, leaves = split_shards({name: part["arrays"] for name, part in state.content()["parts"].items()})
+    _, leaves = split_shards({name: part["arrays"] for name, part in state._core.content()["parts"].items()})
     found = []
     for leaf in leaves.values():
         pieces = group.all_gather_object((leaf.start, leaf.values.reshape(-1)))

@@ -10,7 +10,7 @@ from unit.parallel.sharding.models import chosen
 
 import paceline
 from paceline._elastic.reshard_plan import ReshardPlan, assign
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline._links.nowhere import NoMesh
@@ -152,35 +152,35 @@ def together(trainees: Sequence[Any], number: int) -> None:
 
 def fill_from(plan: ReshardPlan, holders: Sequence[Trainee]) -> None:
     """What `take_shards` does, without a network."""
-    held = {n: holder.state.shares() for n, holder in enumerate(holders)}
+    held = {n: holder.state._core.shares() for n, holder in enumerate(holders)}
     for n, runs in assign(plan.wanted, held, plan.cut).items():
-        for run, values in zip(runs, holders[n].state.offered().select(runs, 1 << 30), strict=True):
+        for run, values in zip(runs, holders[n].state._core.offered().select(runs, 1 << 30), strict=True):
             plan.into(run)[...] = values
     plan.wanted = []
 
 
 def reshard(before: Sequence[Trainee], after: Sequence[Trainee]) -> None:
     """All of a view that comes take the shares of their seats from those of the view that was."""
-    whole = before[0].state.offered()
+    whole = before[0].state._core.offered()
     for rank, trainee in enumerate(after):
         own = trainee in before
-        share = share_of(rank, len(after), trainee.state.node_size)
-        if own and trainee.state.shares()[0] == share and share != Share(0, 1):
+        share = share_of(rank, len(after), trainee.state._core.node_size)
+        if own and trainee.state._core.shares()[0] == share and share != Share(0, 1):
             continue
-        plan = trainee.state.resharding(share, own=own)
+        plan = trainee.state._core.resharding(share, own=own)
         fill_from(plan, before)
-        trainee.state.switch(plan, None if own else whole.tree())
+        trainee.state._core.switch(plan, None if own else whole.tree())
 
 
 def take_copies(here: Sequence[Any], redundancy: int = 2) -> None:
     """Each takes the copies that it is to have in its view."""
     for rank, trainee in enumerate(here):
-        trainee.state.retire_copies()
+        trainee.state._core.retire_copies()
         for partners in copy_partners(rank, trainee.group.members, redundancy):
-            plan = trainee.state.copying(Share(partners.source, len(here)), partners)
+            plan = trainee.state._core.copying(Share(partners.source, len(here)), partners)
             fill_from(plan, here)
             plan.switch()
-        trainee.state.keep_updated_shares()
+        trainee.state._core.keep_updated_shares()
 
 
 def _bits(arrays: dict[str, Any]) -> dict[str, tuple[int, bytes]]:
@@ -189,7 +189,7 @@ def _bits(arrays: dict[str, Any]) -> dict[str, tuple[int, bytes]]:
 
 def check_copies(here: Sequence[Any]) -> int:
     """Compares each copy with the shard of its owner; returns how many there are."""
-    spread = [trainee.state._spread for trainee in here]
+    spread = [trainee.state._core._spread for trainee in here]
     live = {spread.share: _bits(spread.named(spread.holding())) for spread in spread}
     copies = [(share, _bits(one.named(held))) for one in spread for share, held in one.copies.holdings().items()]
     for share, found in copies:

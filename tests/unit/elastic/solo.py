@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._links.fault import Suspicion
 from pacelinepb.v1.errors_pb2 import ErrorReason
 

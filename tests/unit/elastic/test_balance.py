@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline._base.shares import Shares
 from paceline._elastic.balance import Balance, divide, times
+from paceline._elastic.state import StateCore
 from paceline.errors import UnsupportedOp
 
 
@@ -202,7 +203,7 @@ def test_a_second_loop_measures_speeds_anew() -> None:
 
 
 def test_balance_with_a_model_on_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paceline.TrainState, "is_on_device", True)
+    monkeypatch.setattr(StateCore, "is_on_device", True)
     state = paceline.TrainState(notes={}, sampler=paceline.ElasticSampler(10, 4))
     with paceline.join() as session, pytest.raises(UnsupportedOp, match="balance=True with a model on a GPU"):
         session.steps(state, total=1, balance=True)

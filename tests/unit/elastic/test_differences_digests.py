@@ -52,7 +52,7 @@ def test_divergence_error_says_where_members_differ(change: list[Any], where: st
 
         def open_gate(rank: int) -> None:
             errand = PendingStepWord(groups[rank], step_word(StepFlag(0), 1, rank), 1, with_gradients=False)
-            Step(1, 1, groups[rank], trainings[rank].state, StepRunner(), errand, rank, 0)._open_gate()  # type: ignore[arg-type]
+            Step(1, 1, groups[rank], trainings[rank].state._core, StepRunner(), errand, rank, 0)._open_gate()  # type: ignore[arg-type]
 
         errors = at_once([lambda rank=rank: open_gate(rank) for rank in range(2)])
     for error in errors:
@@ -67,4 +67,4 @@ def test_a_long_list_of_differing_names_is_shortened() -> None:
 
 
 def test_equal_states_have_equal_digests() -> None:
-    assert digests_of(Training().state) == digests_of(Training().state)
+    assert digests_of(Training().state._core) == digests_of(Training().state._core)

@@ -13,7 +13,7 @@ from unit.elastic.fakes import Counter, Normed
 
 import paceline
 from paceline._elastic.differences import difference
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._links.base import Peer
 from paceline.errors import SettingsMismatch, SizeMismatch
 
@@ -24,7 +24,7 @@ OTHERS = r"rank 2 \(somehost, pid 77\) and the line's other members"
 def manifest(width: int = 3, batch: int = 4, dtype: Any = np.float64, total: int = 9, **more: Any) -> bytes:
     model = paceline.nn.Linear(4, width, rng=np.random.default_rng(0), dtype=dtype)
     parts = {"model": model, "sampler": paceline.ElasticSampler(20, global_batch=batch), **more}
-    return TrainState(**parts).manifest(total=total)
+    return TrainState(**parts)._core.manifest(total=total)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def test_first_difference_is_named(other: dict[str, Any], kind: type[Exception],
 
 
 def test_a_setting_on_one_side_only_is_reported() -> None:
-    per_rank = TrainState(sampler=paceline.ElasticSampler(20, per_rank_batch=4)).manifest()
-    mine = TrainState(sampler=paceline.ElasticSampler(20, global_batch=4)).manifest()
+    per_rank = TrainState(sampler=paceline.ElasticSampler(20, per_rank_batch=4))._core.manifest()
+    mine = TrainState(sampler=paceline.ElasticSampler(20, global_batch=4))._core.manifest()
     assert "sampler global_batch is 4 here but not set on" in str(difference(mine, per_rank, DONOR))
 
 
 def test_an_array_on_one_side_only_is_reported() -> None:
     model = Normed()
-    momentum = TrainState(o=paceline.optim.SGD(model, lr=1.0, momentum=0.5)).manifest()
-    plain = TrainState(o=paceline.optim.SGD(model, lr=1.0)).manifest()
+    momentum = TrainState(o=paceline.optim.SGD(model, lr=1.0, momentum=0.5))._core.manifest()
+    plain = TrainState(o=paceline.optim.SGD(model, lr=1.0))._core.manifest()
     assert "o: 'weight/momentum' is not there here but float64[3, 4] on" in str(difference(plain, momentum, DONOR))
 
 

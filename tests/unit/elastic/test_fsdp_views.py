@@ -13,7 +13,7 @@ from unit.elastic.solo import ENVIRONMENT, fail
 
 import paceline
 from paceline import nn
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline._links.nowhere import NoMesh
@@ -121,12 +121,12 @@ def test_training_across_views_equals_training_in_one_process(vouched: bool, mic
         for number in (2 * n, 2 * n + 1):
             all_do(here, lambda worker, number=number: worker.step(number, micro_batches))
         everybody = set(view)
-        flats = [[array.tobytes() for array in worker.state.large()] for worker in here]
+        flats = [[array.tobytes() for array in worker.state._core.large()] for worker in here]
         assert all(flat == flats[0] for flat in flats), view
         seen = [worker.model.module.seen.tolist() for worker in here]
         assert all(each == seen[0] for each in seen)
         weights = plain(0, 2 * n + 2)
-        for mine, expected in zip(here[0].state.large(), weights, strict=False):
+        for mine, expected in zip(here[0].state._core.large(), weights, strict=False):
             np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -154,15 +154,15 @@ def test_a_step_undone_during_accumulation_leaves_no_gradients() -> None:
     form([one, other], 1, vouched=False)
 
     def interrupted(worker: Worker) -> None:
-        small = worker.state.small()
+        small = worker.state._core.small()
         with worker.model.no_sync():
             worker.backward(np.arange(3), 1.0)
-        worker.state.undo(small)
+        worker.state._core.undo(small)
 
     all_do([one, other], interrupted)
     form([one, other], 2, vouched=True)
     all_do([one, other], lambda worker: worker.step(0, 2))
-    for mine, expected in zip(one.state.large(), plain(1, 1), strict=False):
+    for mine, expected in zip(one.state._core.large(), plain(1, 1), strict=False):
         np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -208,10 +208,10 @@ def test_gradients_written_by_hand_after_an_undone_step_are_synced(wrapper: Any)
     last = model.modules[-1].weight
     wrapped = wrapper(model, group)
     state = TrainState(model=wrapped)
-    small = state.small()
+    small = state._core.small()
     with wrapped.no_sync():
         wrapped.backward(nn.softmax_cross_entropy(wrapped(X[:4]), T[:4])[1])
-    state.undo(small)
+    state._core.undo(small)
     group._core.move(local_meshes(1, generation=2)[0])
     last.accumulate(np.ones((3, 4)))
     wrapped.sync_gradients(weight=1)
@@ -268,7 +268,7 @@ def test_retried_steps_in_a_world_of_one_equal_plain_training(strategy: Any, mon
                     fail(session)
                 worker.backward(SAMPLER.batch(step.number - 1)[2:], len(SAMPLER.batch(step.number - 1)) - 2)
                 worker.optimizer.step()
-        for mine, expected in zip(worker.state.large(), plain(0, 4), strict=False):
+        for mine, expected in zip(worker.state._core.large(), plain(0, 4), strict=False):
             np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -286,11 +286,11 @@ def test_hybrid_shard_refuses_to_prepare_until_nodes_are_complete() -> None:
         paceline.FSDP(build(0), groups[0], HYBRID, 5)
     models = [paceline.FSDP(build(0), group, HYBRID, 2) for group in groups]
     states = [TrainState(model=model) for model in models]
-    assert {(state.node_size, state.shares()) for state in states} == {(2, (WHOLE,))}
+    assert {(state._core.node_size, state._core.shares()) for state in states} == {(2, (WHOLE,))}
     for outcome in each(groups, lambda group: models[group.rank].prepare()):
         assert isinstance(outcome, InvalidWorldSize), "they cannot train so"
     for rank, (group, mesh) in enumerate(zip(groups[:2], local_meshes(2, generation=2), strict=True)):
-        states[rank].switch(states[rank].resharding(Share(rank, 2)))
+        states[rank]._core.switch(states[rank]._core.resharding(Share(rank, 2)))
         group._core.move(mesh)
     assert each(groups[:2], lambda group: models[group.rank].prepare()) == [None, None]
-    assert [state.shares()[0] for state in states] == [Share(0, 2), Share(1, 2), WHOLE]
+    assert [state._core.shares()[0] for state in states] == [Share(0, 2), Share(1, 2), WHOLE]

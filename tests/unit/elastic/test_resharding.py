@@ -13,7 +13,7 @@ from unit.elastic.resharding import Trainee, fill_from, form, one_process, resha
 
 import paceline
 from paceline import checkpoint
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.local import local_meshes
 from paceline.checkpoint.pieces import Shard, pieces_of
@@ -68,7 +68,7 @@ def whole(here: list[Trainee]) -> dict[str, bytes]:
     """All arrays that are spread, put together from what members offer."""
     found: dict[str, Any] = {}
     for trainee in here:
-        for name, leaf in split_shards(trainee.state.content())[1].items():
+        for name, leaf in split_shards(trainee.state._core.content())[1].items():
             if isinstance(leaf, Shard):
                 array = found.setdefault(name, np.full(int(np.prod(leaf.shape)), np.nan, leaf.values.dtype))
                 array[leaf.start : leaf.start + leaf.values.size] = leaf.values.reshape(-1)
@@ -91,7 +91,7 @@ def test_training_goes_on_identically_after_resharding_to_any_world(name: str, w
         together(after, number)
         for trainee in after:
             assert trainee.seen == EXPECTED[number]
-            trainee.state.keep_updated_shares()
+            trainee.state._core.keep_updated_shares()
     back = [*before[:world], *after][:world]
     reshard(after, back)
     form(back, 3)
@@ -103,11 +103,13 @@ def test_training_goes_on_identically_after_resharding_to_any_world(name: str, w
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
 def test_every_member_holds_the_full_state_before_the_first_step(name: str) -> None:
     here = trainees(name, 4)
-    assert {trainee.state.shares() for trainee in here} == {(WHOLE,)}
-    assert len({trainee.state.fingerprint_of_origin() for trainee in here}) == 1
+    assert {trainee.state._core.shares() for trainee in here} == {(WHOLE,)}
+    assert len({trainee.state._core.fingerprint_of_origin() for trainee in here}) == 1
     alone = candidate(name)
-    assert alone.state.shares() == (WHOLE,)
-    assert alone.state.fingerprint_of_origin() != here[0].state.fingerprint_of_origin(), "it has other values"
+    assert alone.state._core.shares() == (WHOLE,)
+    assert alone.state._core.fingerprint_of_origin() != here[0].state._core.fingerprint_of_origin(), (
+        "it has other values"
+    )
     after = [here[3], alone]
     reshard(here, after)  # from one of those who are not cut yet
     form(after, 2)
@@ -123,8 +125,8 @@ def test_shards_of_one_initial_state_share_the_origin_fingerprint(name: str) -> 
         made.extend(here)
         outcomes = each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare())
         assert outcomes == [None, None]
-        assert [trainee.state.shares() for trainee in here] == [(Share(0, 2),), (Share(1, 2),)]
-        return {trainee.state.fingerprint_of_origin() for trainee in here}
+        assert [trainee.state._core.shares() for trainee in here] == [(Share(0, 2),), (Share(1, 2),)]
+        return {trainee.state._core.fingerprint_of_origin() for trainee in here}
 
     (one,), (same,), (other,) = prepared(0), prepared(0), prepared(1)
     assert one == same != other
@@ -133,9 +135,9 @@ def test_shards_of_one_initial_state_share_the_origin_fingerprint(name: str) -> 
 def test_prepare_keeps_the_origin_fingerprint_of_an_unsharded_state() -> None:
     here = [Trainee("none", Group(mesh, SOON)) for mesh in local_meshes(2)]
     made.extend(here)
-    before = here[0].state.fingerprint_of_origin()
+    before = here[0].state._core.fingerprint_of_origin()
     assert each([trainee.group for trainee in here], lambda group: here[group.rank].model.prepare()) == [None, None]
-    assert {trainee.state.fingerprint_of_origin() for trainee in here} == {before}
+    assert {trainee.state._core.fingerprint_of_origin() for trainee in here} == {before}
 
 
 def test_state_loaded_before_the_first_use_is_kept() -> None:
@@ -151,15 +153,17 @@ def test_state_loaded_before_the_first_use_is_kept() -> None:
 def test_loading_an_optimizer_turns_the_full_state_into_a_share() -> None:
     (one, other) = trainees("full", 2)
     one.optimizer.load_state_dict(one.optimizer.state_dict())
-    assert one.state.shares() == (Share(0, 2),), "its moments may be anything now, and others have the rest of them"
-    assert other.state.shares() == (WHOLE,)
+    assert one.state._core.shares() == (Share(0, 2),), (
+        "its moments may be anything now, and others have the rest of them"
+    )
+    assert other.state._core.shares() == (WHOLE,)
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
 def test_a_reshard_plan_changes_nothing_before_the_switch(name: str) -> None:
     here = trained(name, 3, 2)
     bits = whole(here)
-    plan = here[0].state.resharding(Share(1, 2))
+    plan = here[0].state._core.resharding(Share(1, 2))
     assert plan.wanted
     with pytest.raises(LookupError):
         fill_from(plan, here[:2])  # the third has died
@@ -174,36 +178,36 @@ def test_a_reshard_plan_changes_nothing_before_the_switch(name: str) -> None:
 def test_a_member_offers_its_old_share_until_keep_updated_shares(name: str) -> None:
     here = trained(name, 4, 2)
     bits = whole(here)
-    old = [trainee.state.shares()[0] for trainee in here]
-    plan = here[1].state.resharding(WHOLE)
+    old = [trainee.state._core.shares()[0] for trainee in here]
+    plan = here[1].state._core.resharding(WHOLE)
     fill_from(plan, here)
-    here[1].state.switch(plan)
-    assert here[1].state.shares() == (WHOLE, old[1])
+    here[1].state._core.switch(plan)
+    assert here[1].state._core.shares() == (WHOLE, old[1])
     newcomer = candidate(name)
-    newcomer.state.switch(newcomer.state.resharding(Share(0, 2)))
-    assert newcomer.state.shares() == (Share(0, 2), WHOLE)
-    plan = newcomer.state.resharding(old[1], own=False)
-    held = here[1].state.offered()
+    newcomer.state._core.switch(newcomer.state._core.resharding(Share(0, 2)))
+    assert newcomer.state._core.shares() == (Share(0, 2), WHOLE)
+    plan = newcomer.state._core.resharding(old[1], own=False)
+    held = here[1].state._core.offered()
     assert all(held.select([run], 1 << 30) for run in plan.wanted)
     fill_from(plan, here[1:2])
-    newcomer.state.switch(plan, held.tree())
-    assert newcomer.state.shares() == (old[1],), "what it built itself is no share of this state"
+    newcomer.state._core.switch(plan, held.tree())
+    assert newcomer.state._core.shares() == (old[1],), "what it built itself is no share of this state"
     assert whole([here[0], newcomer, *here[2:]]) == bits
-    here[1].state.keep_updated_shares()
-    assert here[1].state.shares() == (WHOLE,)
+    here[1].state._core.keep_updated_shares()
+    assert here[1].state._core.shares() == (WHOLE,)
 
 
 def test_a_switch_with_a_mismatched_rest_changes_nothing() -> None:
     here = trained("full", 2, 2)
     newcomer = candidate("full")
-    plan = newcomer.state.resharding(Share(0, 2), own=False)
+    plan = newcomer.state._core.resharding(Share(0, 2), own=False)
     fill_from(plan, here)
-    rest = here[0].state.offered().tree()
-    before = newcomer.state.fingerprint_of_origin()
+    rest = here[0].state._core.offered().tree()
+    before = newcomer.state._core.fingerprint_of_origin()
     with pytest.raises(SizeMismatch):
-        newcomer.state.switch(plan, {**rest, "parts": {**rest["parts"], "more": {}}})
-    assert newcomer.state.fingerprint_of_origin() == before
-    assert newcomer.state.shares() == (WHOLE,)
+        newcomer.state._core.switch(plan, {**rest, "parts": {**rest["parts"], "more": {}}})
+    assert newcomer.state._core.fingerprint_of_origin() == before
+    assert newcomer.state._core.shares() == (WHOLE,)
 
 
 @pytest.mark.parametrize("name", ["full", "grad", "hybrid2"])
@@ -220,13 +224,13 @@ def test_an_update_refused_by_the_gate_can_be_applied_afterwards(name: str) -> N
 
     here = trained(name, 2, 2)
     one, other = here
-    one.state.guard(Closed())
+    one.state._core.guard(Closed())
     with pytest.raises(PacelineError, match="second word"):
         together(here, 2)
-    taken = one.state.take_gradients()
+    taken = one.state._core.take_gradients()
     one.optimizer.zero_grad()  # as loops do behind the step
-    one.state.update(taken)
-    one.state.unguard()
+    one.state._core.update(taken)
+    one.state._core.unguard()
     together(here, 3)
     assert one.seen == other.seen == EXPECTED[3]
 
@@ -236,7 +240,7 @@ def test_an_update_refused_by_the_gate_can_be_applied_afterwards(name: str) -> N
 )
 def test_a_checkpoint_of_any_world_loads_into_a_world_of_two(tmp_path: Path, name: str, world: int) -> None:
     here = trained(name, world, 2)
-    leaves = [split_shards(trainee.state.content())[1] for trainee in here]
+    leaves = [split_shards(trainee.state._core.content())[1] for trainee in here]
     written = [piece for rank, held in enumerate(leaves) for piece in pieces_of(held, rank, world)]
     arrays: dict[str, Any] = {}
     for piece in written:
@@ -245,15 +249,15 @@ def test_a_checkpoint_of_any_world_loads_into_a_world_of_two(tmp_path: Path, nam
     checkpoint.save(tmp_path, _joined(here[0], arrays), (1, 2))
     after = [candidate(name) for _ in range(2)]
     for rank, trainee in enumerate(after):
-        plan = trainee.state.resharding(Share(rank, 2) if name != "none" else WHOLE, own=False)
-        trainee.state.switch(plan, plan.load(tmp_path / "g00000001-s0000000002"))
+        plan = trainee.state._core.resharding(Share(rank, 2) if name != "none" else WHOLE, own=False)
+        trainee.state._core.switch(plan, plan.load(tmp_path / "g00000001-s0000000002"))
     form(after, 2)
     together(after, 2)
     assert all(trainee.seen == EXPECTED[2] for trainee in after)
 
 
 def _joined(trainee: Trainee, arrays: dict[str, Any]) -> Any:
-    skeleton, leaves = split_shards(trainee.state.content())
+    skeleton, leaves = split_shards(trainee.state._core.content())
     return checkpoint.tree.join(skeleton, {name: arrays[name].reshape(leaf.shape) for name, leaf in leaves.items()})
 
 
@@ -265,7 +269,7 @@ def test_a_full_state_dict_loads_into_every_share(name: str) -> None:
     here = trainees(name, 3)
     for trainee in here:
         trainee.state.load_state_dict(saved)
-    assert [trainee.state.shares()[0] for trainee in here] == [Share(rank, 3) for rank in range(3)]
+    assert [trainee.state._core.shares()[0] for trainee in here] == [Share(rank, 3) for rank in range(3)]
     for trainee in here:
         trainee.state.load_state_dict(trainee.state.state_dict())  # shards go back to where they came from
     together(here, 2)
@@ -276,17 +280,17 @@ def test_a_full_state_dict_loads_into_every_share(name: str) -> None:
 
 def test_manifest_does_not_depend_on_the_share() -> None:
     here = [*trained("full", 3, 1), candidate("full")]
-    assert len({trainee.state.manifest() for trainee in here}) == 1
-    assert here[0].state.large() == [], "members have nothing alike that is large"
+    assert len({trainee.state._core.manifest() for trainee in here}) == 1
+    assert here[0].state._core.large() == [], "members have nothing alike that is large"
 
 
 def test_a_state_that_cannot_be_resharded_is_refused() -> None:
     (one, _) = trainees("full", 2)
-    one.state.check_round_trip()
+    one.state._core.check_round_trip()
     with pytest.raises(UnsupportedOp, match="optimizer belongs to a sharded model: give the FSDP wrapper"):
-        TrainState(optimizer=one.optimizer).check_round_trip()
+        TrainState(optimizer=one.optimizer)._core.check_round_trip()
     with pytest.raises(UnsupportedOp, match="model belongs to a sharded model"):
-        TrainState(model=one.model.module).check_round_trip()
+        TrainState(model=one.model.module)._core.check_round_trip()
 
     class Foreign:
         def step(self) -> None: ...
@@ -297,24 +301,24 @@ def test_a_state_that_cannot_be_resharded_is_refused() -> None:
         def load_state_dict(self, saved: Any) -> None: ...
 
     with pytest.raises(UnsupportedOp, match=r"foreign cannot be sharded.*paceline\.optim"):
-        TrainState(model=one.model, foreign=Foreign()).check_round_trip()
+        TrainState(model=one.model, foreign=Foreign())._core.check_round_trip()
     second = paceline.optim.SGD(one.model, lr=0.1)
     with pytest.raises(UnsupportedOp, match=r"optimizer and second are several optimizers .*make one"):
-        TrainState(model=one.model, optimizer=one.optimizer, second=second).check_round_trip()
-    TrainState(model=one.model, optimizer=one.optimizer, again=one.optimizer).check_round_trip()
+        TrainState(model=one.model, optimizer=one.optimizer, second=second)._core.check_round_trip()
+    TrainState(model=one.model, optimizer=one.optimizer, again=one.optimizer)._core.check_round_trip()
     hosts = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
     with pytest.raises(UnsupportedOp, match="needs intra_node_size="):
-        TrainState(model=hosts).check_round_trip()
+        TrainState(model=hosts)._core.check_round_trip()
     other = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard", 2)
     with pytest.raises(UnsupportedOp, match="nodes of different sizes"):
-        TrainState(one=one.model, other=other).check_round_trip()
+        TrainState(one=one.model, other=other)._core.check_round_trip()
 
 
 def test_an_elastic_hybrid_shard_requires_intra_node_size() -> None:
     """Not whoever comes later."""
     (one,) = trainees("full", 1)
     alone = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), one.group, "hybrid_shard")
-    TrainState(model=alone).check_round_trip()
+    TrainState(model=alone)._core.check_round_trip()
     one.group._core.make_elastic(4)
     with pytest.raises(UnsupportedOp, match=r"needs intra_node_size= in session\.steps"):
-        TrainState(model=alone).check_round_trip()
+        TrainState(model=alone)._core.check_round_trip()

@@ -12,7 +12,7 @@ from unit.elastic.solo import Training, fail, undisturbed
 import paceline
 from paceline._elastic import rules
 from paceline._elastic.parts import StatePart
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline.errors import StepOrderError
 
 
@@ -184,7 +184,7 @@ def test_a_dict_of_views_of_the_parameters_is_accepted(session: Any) -> None:
 def test_forget_discards_the_state_of_an_earlier_generation() -> None:
     """It may be that of others by now."""
     training = Training()
-    watch = rules.StateWatch(training.state)
+    watch = rules.StateWatch(training.state._core)
     watch.begin()
     watch.before_update()
     watch.applied()

@@ -14,7 +14,7 @@ from paceline import checkpoint
 from paceline._base.activity import MemberCounters
 from paceline._elastic import saver as saver_module
 from paceline._elastic.saver import Saver
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.fault import Suspicion
 from paceline._links.local import next_meshes
@@ -35,7 +35,7 @@ def alone() -> Any:
 def steps(saver: Saver, state: TrainState, group: Group, first: int, last: int, generation: int = 1) -> None:
     """What the line does: the word of a step commits the one before."""
     for number in range(first, last + 1):
-        saver.begin(Tag(generation if number > 1 else 0, number - 1), state, group)
+        saver.begin(Tag(generation if number > 1 else 0, number - 1), state._core, group)
         saver.commit(number - 1)
         state.step = number
 
@@ -59,24 +59,24 @@ def test_a_checkpoint_is_written_every_n_committed_steps(tmp_path: Path, alone: 
 def test_nothing_is_written_without_a_directory_or_an_interval(tmp_path: Path, alone: Group) -> None:
     for saver in (Saver(None, None), Saver(tmp_path, None)):
         steps(saver, TrainState(), alone, 1, 5)
-        saver.load(TrainState())
+        saver.load(TrainState()._core)
         saver.wait()
-    Saver(None, None).keep(Tag(1, 5), TrainState(), alone)
+    Saver(None, None).keep(Tag(1, 5), TrainState()._core, alone)
     assert checkpoint.tags(tmp_path) == []
 
 
 def test_keep_writes_the_last_state_unless_its_tag_is_none(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, None)
-    saver.keep(None, TrainState(), alone)
+    saver.keep(None, TrainState()._core, alone)
     assert checkpoint.tags(tmp_path) == []
-    saver.keep(Tag(1, 5), TrainState(), alone)
+    saver.keep(Tag(1, 5), TrainState()._core, alone)
     assert checkpoint.tags(tmp_path) == [Tag(1, 5)]
 
 
 def test_a_repeated_step_is_copied_once(tmp_path: Path, alone: Group) -> None:
     state, saver = TrainState(), Saver(tmp_path, 1)
     for attempt in range(3):
-        saver.begin(Tag(1, 1), state, alone)
+        saver.begin(Tag(1, 1), state._core, alone)
         state.step = attempt  # an undone step leaves no trace; this one shows when the copy was made
     saver.commit(1)
     saver.wait()
@@ -87,7 +87,7 @@ def test_a_repeated_step_is_copied_once(tmp_path: Path, alone: Group) -> None:
 
 def test_no_checkpoint_is_written_before_its_step_is_committed(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, 2)
-    saver.begin(Tag(1, 2), TrainState(), alone)
+    saver.begin(Tag(1, 2), TrainState()._core, alone)
     saver.commit(1)
     saver.wait()
     assert checkpoint.tags(tmp_path) == []
@@ -98,9 +98,9 @@ def test_no_checkpoint_is_written_before_its_step_is_committed(tmp_path: Path, a
 
 def test_a_copy_of_a_failed_generation_is_not_written(tmp_path: Path, alone: Group) -> None:
     saver = Saver(tmp_path, 2)
-    saver.begin(Tag(1, 2), TrainState(), alone)  # then the generation fails, and the line goes on from its step 1
-    saver.begin(Tag(2, 1), TrainState(), alone)
-    saver.begin(Tag(2, 2), TrainState(), alone)
+    saver.begin(Tag(1, 2), TrainState()._core, alone)  # then the generation fails, and the line goes on from its step 1
+    saver.begin(Tag(2, 1), TrainState()._core, alone)
+    saver.begin(Tag(2, 2), TrainState()._core, alone)
     saver.commit(2)
     saver.wait()
     assert checkpoint.tags(tmp_path) == [Tag(2, 2)]
@@ -109,8 +109,8 @@ def test_a_copy_of_a_failed_generation_is_not_written(tmp_path: Path, alone: Gro
 def test_a_member_that_lost_the_writer_role_drops_its_old_copy(tmp_path: Path) -> None:
     with world_of(2) as groups:
         saver = Saver(tmp_path, 2)
-        saver.begin(Tag(1, 2), TrainState(), groups[0])
-        saver.begin(Tag(2, 2), TrainState(), groups[1])
+        saver.begin(Tag(1, 2), TrainState()._core, groups[0])
+        saver.begin(Tag(2, 2), TrainState()._core, groups[1])
         saver.commit(2)
         saver.wait()
         assert checkpoint.tags(tmp_path) == []
@@ -125,9 +125,9 @@ def test_lowest_rank_of_each_host_writes(tmp_path: Path) -> None:
         def save(group: Group) -> None:
             folder = tmp_path / str(group.rank)
             saver = Saver(folder, 1)
-            saver.begin(Tag(1, 1), TrainState(), group)
+            saver.begin(Tag(1, 1), TrainState()._core, group)
             saver.commit(1)
-            saver.keep(Tag(1, 2), TrainState(), group)
+            saver.keep(Tag(1, 2), TrainState()._core, group)
             saver.wait()
 
         assert each(groups, save) == [None] * 4
@@ -149,10 +149,10 @@ def test_hosts_that_share_the_directory_write_once(shared: bool, tmp_path: Path,
         def train(group: Group) -> None:
             folder = tmp_path if shared else tmp_path / str(group.rank)
             state, saver = TrainState(), Saver(folder, 2)
-            saver.begin(Tag(1, 2), state, group)
+            saver.begin(Tag(1, 2), state._core, group)
             saver.commit(2)
             saver.wait()
-            saver.keep(Tag(1, 3), state, group)
+            saver.keep(Tag(1, 3), state._core, group)
             assert checkpoint.tags(folder)[-1] == Tag(1, 3)
 
         assert each(groups, train) == [None] * 8
@@ -166,7 +166,7 @@ def test_the_next_generation_writes_an_unfinished_checkpoint(tmp_path: Path) -> 
         folder.open_folder(tmp_path, Tag(1, 2), saver_module._attempt(groups[0]))  # and the worker was killed
         for group, mesh in zip(groups, next_meshes([local_mesh(group._core.mesh) for group in groups]), strict=True):
             group._core.move(mesh)
-        keeping = each(groups, lambda group: Saver(tmp_path, None).keep(Tag(1, 2), TrainState(), group))
+        keeping = each(groups, lambda group: Saver(tmp_path, None).keep(Tag(1, 2), TrainState()._core, group))
         assert keeping == [None] * 3
         assert checkpoint.tags(tmp_path) == [Tag(1, 2)]
 
@@ -175,9 +175,9 @@ def test_a_greater_tag_of_another_run_does_not_prevent_writing(tmp_path: Path, a
     for step in (400, 500):
         checkpoint.save(tmp_path, TrainState().state_dict(), Tag(9, step))
     saver = Saver(tmp_path, 2)
-    saver.load(TrainState())
+    saver.load(TrainState()._core)
     assert saver.tag == Tag(9, 500)
-    saver.begin(Tag(4, 2), TrainState(), alone)  # it was given the state of another line
+    saver.begin(Tag(4, 2), TrainState()._core, alone)  # it was given the state of another line
     saver.commit(2)
     saver.wait()
     assert checkpoint.tags(tmp_path) == [Tag(4, 2), Tag(9, 400), Tag(9, 500)]
@@ -189,7 +189,7 @@ def test_fingerprints_distinguish_checkpoints_of_one_tag(tmp_path: Path) -> None
         state = TrainState(values={"n": np.full(3, value)})
         checkpoint.save(tmp_path / str(run), state.state_dict(), Tag(2, 12))
         saver = Saver(tmp_path / str(run), None)
-        saver.load(state)
+        saver.load(state._core)
         fingerprints.append(saver.fingerprint)
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     assert Saver(tmp_path, None).fingerprint == b""
@@ -198,7 +198,7 @@ def test_fingerprints_distinguish_checkpoints_of_one_tag(tmp_path: Path) -> None
 def test_keep_last_writes_on_another_rank_if_the_lowest_is_lost(tmp_path: Path) -> None:
     with world_of(2) as groups:
         groups[1]._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "rank 0 is gone"))
-        Saver(tmp_path, None).keep_last(Tag(1, 4), TrainState(), groups[1])
+        Saver(tmp_path, None).keep_last(Tag(1, 4), TrainState()._core, groups[1])
         assert checkpoint.tags(tmp_path) == [Tag(1, 4)]
 
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_is_skipped_while_the_previous_is_being_written(
 def test_an_existing_checkpoint_is_not_counted_again(tmp_path: Path, alone: Group) -> None:
     counters = MemberCounters()
     for _ in range(2):
-        Saver(tmp_path, None, counters).keep(Tag(1, 5), TrainState(), alone)
+        Saver(tmp_path, None, counters).keep(Tag(1, 5), TrainState()._core, alone)
     assert (counters.read({}).checkpoints, counters.read({}).checkpoint_step) == (1, 5)
 
 
@@ -239,7 +239,7 @@ def test_a_write_error_is_raised_once_and_counted(tmp_path: Path, alone: Group, 
         saver.wait()
     saver.wait()  # told once
     with pytest.raises(OSError, match="no space"):
-        saver.keep(Tag(1, 5), TrainState(), alone)
+        saver.keep(Tag(1, 5), TrainState()._core, alone)
     counted = counters.read({})
     assert (counted.checkpoints, counted.checkpoint_failures) == (0, 2)
 
@@ -250,11 +250,11 @@ def test_keep_returns_only_after_the_checkpoint_is_durable(tmp_path: Path) -> No
 
         def late() -> list[Tag]:
             through.wait(0.3)  # it would have come to that by now
-            Saver(tmp_path, None).keep(Tag(1, 5), TrainState(), groups[0])
+            Saver(tmp_path, None).keep(Tag(1, 5), TrainState()._core, groups[0])
             return []
 
         def early() -> list[Tag]:
-            Saver(tmp_path, None).keep(Tag(1, 5), TrainState(), groups[1])
+            Saver(tmp_path, None).keep(Tag(1, 5), TrainState()._core, groups[1])
             through.set()
             return checkpoint.tags(tmp_path)
 
@@ -277,7 +277,7 @@ def test_all_members_get_checkpoint_failed_if_the_write_fails(last: bool, tmp_pa
     monkeypatch.setattr(checkpoint, "save", full)
     with world_of(3) as groups:
         save = Saver.keep_last if last else Saver.keep
-        errors = each(groups, lambda group: save(Saver(tmp_path, None), Tag(1, 5), TrainState(), group))
+        errors = each(groups, lambda group: save(Saver(tmp_path, None), Tag(1, 5), TrainState()._core, group))
         assert {type(error) for error in errors} == {CheckpointFailed}
         assert "no space" in str(errors[0])
         assert "rank 0 (local)" in str(errors[1]) == str(errors[2])
@@ -313,7 +313,7 @@ def test_keep_last_succeeds_though_the_writer_is_lost(tmp_path: Path) -> None:
                 through.wait(0.3)  # the others would have gone by now
                 group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 0, 0, "killed"))
                 return
-            Saver(tmp_path, None).keep_last(Tag(1, 5), TrainState(), group)
+            Saver(tmp_path, None).keep_last(Tag(1, 5), TrainState()._core, group)
             through.set()
 
         assert each(groups, leave) == [None] * 3
@@ -324,22 +324,22 @@ def test_load_takes_the_latest_undamaged_checkpoint(tmp_path: Path, alone: Group
     state = TrainState(values={"n": np.ones(1)})
     for step in (1, 2):
         state.step = step
-        Saver(tmp_path, None).keep(Tag(1, step), state, alone)
+        Saver(tmp_path, None).keep(Tag(1, step), state._core, alone)
     (tmp_path / str(Tag(1, 2)) / "arrays.safetensors").write_bytes(b"x")
     state.step, saver = 0, Saver(tmp_path, 1)
-    saver.load(state)
+    saver.load(state._core)
     assert (state.step, saver.tag) == (1, Tag(1, 1))
     assert "g00000001-s0000000002 is left out" in caplog.text
-    saver.begin(Tag(1, 1), state, alone)
+    saver.begin(Tag(1, 1), state._core, alone)
     saver.commit(1)
     saver.wait()  # what was loaded is not written again
     with pytest.raises(SizeMismatch):
-        Saver(tmp_path, None).load(TrainState(other={}))
+        Saver(tmp_path, None).load(TrainState(other={})._core)
     (tmp_path / str(Tag(1, 1)) / "manifest.json").write_bytes(b"x")
     with pytest.raises(CheckpointDamaged):
-        Saver(tmp_path, None).load(state)
+        Saver(tmp_path, None).load(state._core)
     empty = Saver(tmp_path / "nothing", None)
-    empty.load(state)
+    empty.load(state._core)
     assert empty.tag == Tag(0, 0)
 
 

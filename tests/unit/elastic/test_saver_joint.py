@@ -49,7 +49,7 @@ class World:
     def begin(self) -> list[Any]:
         """A step begins, with its word; what each member's saver raised."""
         held = Tag(self.generation, self.steps)
-        found = self.all_do(lambda saver, member: saver.begin(held, member.state, member.group))
+        found = self.all_do(lambda saver, member: saver.begin(held, member.state._core, member.group))
         writing = any(saver.is_writing for saver in self.savers)
         for saver in self.savers:
             saver.heard(writing=writing)
@@ -109,8 +109,8 @@ def test_a_published_checkpoint_resumes_in_another_world(
     after = world_of(name, 2, None)
     for rank, (saver, member) in enumerate(zip(after.savers, after.members, strict=True)):
         saver = JointSaver(tmp_path, None)
-        plan = member.state.resharding(Share(rank, 2), own=False)
-        member.state.switch(plan, saver.read(saver.latest(), plan))
+        plan = member.state._core.resharding(Share(rank, 2), own=False)
+        member.state._core.switch(plan, saver.read(saver.latest(), plan))
     form(after.members, 2)
     together(after.members, 2)
     assert all(member.seen == EXPECTED[2] for member in after.members)
@@ -130,14 +130,14 @@ def test_only_rank_0_counts_published_checkpoints(
     counted = counters[0].read({})
     assert (counted.checkpoint_step, counted.checkpoints) == (2, 1)
     assert counted.checkpoint_time > 0.0
-    no_error(world.all_do(lambda saver, member: saver.keep(Tag(1, 2), member.state, member.group)))
+    no_error(world.all_do(lambda saver, member: saver.keep(Tag(1, 2), member.state._core, member.group)))
     assert counters[0].read({}) == counted, "it was there already"
 
     def full(*_: Any) -> None:
         raise OSError("no space")
 
     monkeypatch.setattr(sharded, "publish", full)
-    refused = world.all_do(lambda saver, member: saver.keep(Tag(1, 3), member.state, member.group))
+    refused = world.all_do(lambda saver, member: saver.keep(Tag(1, 3), member.state._core, member.group))
     assert all(isinstance(outcome, CheckpointFailed) for outcome in refused)
     assert (counters[0].read({}).checkpoints, counters[0].read({}).checkpoint_failures) == (1, 1)
     assert counters[1].read({}) == Counters()
@@ -241,7 +241,7 @@ def test_directories_that_are_not_shared_raise_checkpoint_failed(world_of: Any, 
     world = world_of("full", 2, tmp_path / "a", 1)
     world.savers[1]._directory = tmp_path / "b"
     world.train(1)
-    found = world.all_do(lambda saver, member: saver.keep(Tag(1, 1), member.state, member.group))
+    found = world.all_do(lambda saver, member: saver.keep(Tag(1, 1), member.state._core, member.group))
     for error in found:
         assert isinstance(error, CheckpointFailed)
         assert "rank 1 on" in str(error)
@@ -252,9 +252,9 @@ def test_directories_that_are_not_shared_raise_checkpoint_failed(world_of: Any, 
 def test_keep_publishes_the_pending_checkpoint_and_the_last_state(world_of: Any, tmp_path: Path) -> None:
     world = world_of("full", 2, tmp_path, 2)
     world.train(3)
-    no_error(world.all_do(lambda saver, member: saver.keep(Tag(1, 3), member.state, member.group)))
+    no_error(world.all_do(lambda saver, member: saver.keep(Tag(1, 3), member.state._core, member.group)))
     assert checkpoint.tags(tmp_path) == [Tag(1, 2), Tag(1, 3)]
-    no_error(world.all_do(lambda saver, member: saver.keep(None, member.state, member.group)))
+    no_error(world.all_do(lambda saver, member: saver.keep(None, member.state._core, member.group)))
     assert checkpoint.tags(tmp_path) == [Tag(1, 2), Tag(1, 3)], "what does not count is not kept"
 
 
@@ -262,9 +262,9 @@ def test_a_failed_generation_cannot_keep_its_state(world_of: Any, tmp_path: Path
     world = world_of("full", 2, tmp_path, None)
     world.train(1)
     world.members[0].group._core.mesh.fault.suspect(Suspicion(ErrorReason.ERROR_REASON_PEER_LOST, 1, 0, "it died"))
-    for error in world.all_do(lambda saver, member: saver.keep(Tag(1, 1), member.state, member.group)):
+    for error in world.all_do(lambda saver, member: saver.keep(Tag(1, 1), member.state._core, member.group)):
         assert isinstance(error, PeerLost)  # the next generation does it again
-    no_error(world.all_do(lambda saver, member: saver.keep_last(Tag(1, 1), member.state, member.group)))
+    no_error(world.all_do(lambda saver, member: saver.keep_last(Tag(1, 1), member.state._core, member.group)))
     assert caplog.text.count("the state of step 1 is lost") == 2
     assert checkpoint.tags(tmp_path) == []
 
@@ -285,8 +285,8 @@ def test_read_handles_damaged_missing_and_unshared_checkpoints(
     world = world_of("full", 2, tmp_path, None)
     world.train(1)
     for step in (1, 2):
-        no_error(world.all_do(lambda s, m, step=step: s.keep(Tag(1, step), m.state, m.group)))  # type: ignore[misc]
-    saver, state = JointSaver(tmp_path, None), world.members[0].state
+        no_error(world.all_do(lambda s, m, step=step: s.keep(Tag(1, step), m.state._core, m.group)))  # type: ignore[misc]
+    saver, state = JointSaver(tmp_path, None), world.members[0].state._core
     assert saver.latest() == Tag(1, 2)
     file = tmp_path / str(Tag(1, 2)) / "arrays-00000-of-00002.safetensors"
     data = bytearray(file.read_bytes())

@@ -14,7 +14,7 @@ import paceline
 from paceline._elastic.gate import PendingStepWord
 from paceline._elastic.mates import Alone
 from paceline._elastic.rounds import Point
-from paceline._elastic.state import TrainState
+from paceline._elastic.state import StateCore
 from paceline._elastic.step import Step
 from paceline._group import Group
 from paceline._links.fault import Suspicion
@@ -50,7 +50,7 @@ def groups() -> Iterator[list[Group]]:
 
 def step_of(group: Group, runner: StepRunner, digest: int = 5) -> Step:
     errand = PendingStepWord(group, step_word(StepFlag(0), 1, digest), 1, with_gradients=False)
-    return Step(1, 1, group, TrainState(), runner, errand, digest, 0)  # type: ignore[arg-type]
+    return Step(1, 1, group, StateCore(), runner, errand, digest, 0)  # type: ignore[arg-type]
 
 
 def test_the_gate_opens_after_all_collectives_of_the_step_have_ended(groups: list[Group]) -> None:
@@ -164,9 +164,9 @@ def test_an_error_of_another_session_is_raised_from_the_block(kind: Any, groups:
     assert caught.value is error
 
 
-def trained() -> TrainState:
+def trained() -> StateCore:
     model = paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))
-    return TrainState(model=model, optimizer=paceline.optim.SGD(model, lr=0.1))
+    return StateCore(model=model, optimizer=paceline.optim.SGD(model, lr=0.1))
 
 
 @pytest.mark.parametrize("alone", [False, True])

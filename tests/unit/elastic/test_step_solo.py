@@ -294,7 +294,7 @@ def test_code_of_a_step_outside_of_its_block_is_refused_with_the_remedy(session:
     with pytest.raises(StepOrderError, match="All code of a step belongs inside `with step:`"):
         ddp.backward(dy)
     with pytest.raises(StepOrderError, match="call it inside `with step:`"):
-        state.given["optimizer"].step()
+        state._core.given["optimizer"].step()
     steps.close()
 
 

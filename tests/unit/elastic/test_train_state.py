@@ -10,7 +10,7 @@ import pytest
 from unit.elastic.fakes import Counter, ForeignModel, ForeignOptimizer, Gate, Normed, framework
 
 import paceline
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline.errors import SizeMismatch, UnsupportedOp
 from paceline.testing import run_ranks
 
@@ -35,7 +35,7 @@ def bits(state: TrainState) -> Any:
 def test_undo_restores_small_state_and_leaves_large_state() -> None:
     notes = {"n": np.zeros(1)}
     state, model, optimizer = make(notes=notes)
-    small, weight = state.small(), model.linear.weight.data.copy()
+    small, weight = state._core.small(), model.linear.weight.data.copy()
     model.forward(np.ones((2, 4)))
     model.backward(np.ones((2, 3)))
     notes["n"] += 1
@@ -43,7 +43,7 @@ def test_undo_restores_small_state_and_leaves_large_state() -> None:
     assert state.sampler is not None
     state.sampler.advance(1)
     model.linear.weight.data[...] += 1
-    state.undo(small)
+    state._core.undo(small)
     assert notes["n"] == 0
     assert optimizer.lr == 0.1
     assert state.sampler.state_dict() == {"epoch": 0, "offset": 0}
@@ -55,7 +55,7 @@ def test_undo_restores_small_state_and_leaves_large_state() -> None:
 def test_a_loaded_state_equals_the_saved_one() -> None:
     state, model, optimizer = make(counter=Counter(3))
     train(model, optimizer)
-    state.advance(1)
+    state._core.advance(1)
     saved = state.state_dict()
     other, its, _ = make(seed=5, counter=Counter())
     weight = its.linear.weight.data
@@ -85,7 +85,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
         other, its, other_optimizer = make(seed=3, notes={"n": 2}, last=Counter(2))
         train(its, other_optimizer)
         train(its, other_optimizer)
-        other.advance(1)
+        other._core.advance(1)
         saved = other.state_dict()
         change(saved["parts"])
         return saved
@@ -126,7 +126,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing() -> None:
 def test_round_trip_check_refuses_unserializable_values() -> None:
     state, _, _ = make(extra=Counter({1, 2}))
     with pytest.raises(UnsupportedOp, match="is a set"):
-        state.check_round_trip()
+        state._core.check_round_trip()
 
 
 def test_round_trip_check_names_a_value_that_changes_on_load() -> None:
@@ -136,7 +136,7 @@ def test_round_trip_check_names_a_value_that_changes_on_load() -> None:
 
     state, _, _ = make(extra=Forgetful(np.ones(2)))
     with pytest.raises(UnsupportedOp, match=r"state of extra differs at state\.value after it was saved"):
-        state.check_round_trip()
+        state._core.check_round_trip()
 
 
 def test_a_passed_round_trip_check_changes_nothing() -> None:
@@ -144,25 +144,25 @@ def test_a_passed_round_trip_check_changes_nothing() -> None:
         model = ForeignModel()
         state = TrainState(model=model, optimizer=ForeignOptimizer(model), values={"f": np.float32(2), "t": (1, None)})
         before = state.fingerprint()
-        state.check_round_trip()
+        state._core.check_round_trip()
         assert state.fingerprint() == before
 
 
 def test_costly_small_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     state = TrainState(big={"a": np.zeros(1 << 18)})
-    state.check_round_trip()
+    state._core.check_round_trip()
     assert "big has no step() of its own: its 2.1 MB are copied in every step" in caplog.text
 
 
 def test_guard_gates_optimizer_steps_until_unguard() -> None:
     state, model, optimizer = make()
     gate = Gate()
-    state.guard(gate)
-    state.guard(gate)  # again: once is enough
+    state._core.guard(gate)
+    state._core.guard(gate)  # again: once is enough
     train(model, optimizer)
     assert (gate.opened, gate.spoiled) == (1, 0)
-    state.unguard()
-    state.unguard()
+    state._core.unguard()
+    state._core.unguard()
     train(model, optimizer)
     assert gate.opened == 1
     assert "step" not in vars(optimizer)
@@ -174,7 +174,7 @@ def test_a_refusing_gate_blocks_the_update() -> None:
 
     state, model, optimizer = make()
     gate = Gate(refuse)
-    state.guard(gate)
+    state._core.guard(gate)
     before = model.linear.weight.data.copy()
     with pytest.raises(ConnectionError, match="void"):
         train(model, optimizer)
@@ -190,7 +190,7 @@ def test_an_interrupted_update_spoils_the_gate() -> None:
     optimizer = Halting(ForeignModel())
     gate = Gate()
     state = TrainState(optimizer=optimizer)
-    state.guard(gate)
+    state._core.guard(gate)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert (gate.opened, gate.spoiled) == (1, 1)
@@ -201,11 +201,11 @@ def test_an_optimizer_under_two_names_is_guarded_once() -> None:
     first, second = paceline.optim.Adam(generator), paceline.optim.SGD(critic, lr=1.0)
     state = TrainState(generator=generator, critic=critic, first=first, second=second, again=first)
     gate = Gate()
-    state.guard(gate)
+    state._core.guard(gate)
     first.step()
     second.step()
     assert gate.opened == 2
-    state.unguard()
+    state._core.unguard()
     assert "step" not in vars(first)
 
 
@@ -214,9 +214,9 @@ def test_unguard_restores_an_instance_step_method() -> None:
     own = lambda: None  # noqa: E731  as schedulers do
     optimizer.step = own  # type: ignore[method-assign]
     state = TrainState(optimizer=optimizer)
-    state.guard(Gate())
+    state._core.guard(Gate())
     assert optimizer.step is not own
-    state.unguard()
+    state._core.unguard()
     assert optimizer.step is own
 
 
@@ -229,7 +229,7 @@ def test_manifests_differ_by_model_shape_sampler_and_settings() -> None:
     def manifest(width: int = 3, batch: int = 6, lr: float = 0.1, **settings: Any) -> bytes:
         model = Normed(width=width)
         parts = {"model": model, "optimizer": paceline.optim.Adam(model, lr=lr)}
-        return TrainState(**parts, sampler=paceline.ElasticSampler(20, global_batch=batch)).manifest(**settings)
+        return TrainState(**parts, sampler=paceline.ElasticSampler(20, global_batch=batch))._core.manifest(**settings)
 
     assert manifest(total=5) == manifest(total=5)
     assert len({manifest(total=5), manifest(total=6), manifest(4, total=5), manifest(batch=7, total=5)}) == 4
@@ -258,7 +258,7 @@ def test_only_sharded_states_require_the_fsdp_wrapper() -> None:
             fsdp = paceline.FSDP(model, group, strategy, nodes)
             for parts in ({"model": fsdp}, {"model": model}, {"optimizer": paceline.optim.Adam(fsdp)}):
                 try:
-                    TrainState(**parts).check_round_trip()
+                    TrainState(**parts)._core.check_round_trip()
                     said.append("")
                 except UnsupportedOp as error:
                     said.append(str(error))

@@ -12,8 +12,8 @@ import pytest
 from paceline import checkpoint
 from paceline._elastic.job_line import SoloLine
 from paceline._elastic.offer import Content
-from paceline._elastic.state import TrainState
 from paceline._elastic.steps import make_loop, run_steps
+from paceline._elastic.train_state import TrainState
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import next_meshes
@@ -49,7 +49,7 @@ class NewcomersPort(SoloLine):
 
     def take(self, tag: Tag, donors: Sequence[Peer], own: Content) -> Content:
         assert tag == BASE
-        return state_at(6, 60.0).offered()
+        return state_at(6, 60.0)._core.offered()
 
 
 class WatchedPort(SoloLine):
@@ -68,7 +68,7 @@ class WatchedPort(SoloLine):
 def trained(line: Any, state: TrainState, total: int) -> list[int]:
     """The numbers of the steps that were run."""
     numbers = []
-    for step in run_steps(line, state):
+    for step in run_steps(line, state._core):
         numbers.append(step.number)
         with step:
             pass
@@ -84,7 +84,7 @@ def alone() -> Any:
 def test_a_newcomer_announces_commits_from_its_first_step(alone: Group) -> None:
     state, heard = state_at(0, 0.0), []
     port = NewcomersPort("job", alone, Config())
-    line = make_loop(port, state, 8, checkpoint_dir=None, checkpoint_every=None, seed=0, before=None)
+    line = make_loop(port, state._core, 8, checkpoint_dir=None, checkpoint_every=None, seed=0, before=None)
     line.on_commit.append(heard.append)
     assert trained(line, state, 8) == [7, 8]
     assert heard == [7, 8]
@@ -93,6 +93,6 @@ def test_a_newcomer_announces_commits_from_its_first_step(alone: Group) -> None:
 @pytest.mark.parametrize("every", [None, 2])
 def test_finish_is_sent_after_the_last_checkpoint_is_on_disk(alone: Group, tmp_path: Path, every: int | None) -> None:
     state, port = state_at(0, 0.0), WatchedPort(alone, tmp_path)
-    line = make_loop(port, state, 3, checkpoint_dir=tmp_path, checkpoint_every=every, seed=0, before=None)
+    line = make_loop(port, state._core, 3, checkpoint_dir=tmp_path, checkpoint_every=every, seed=0, before=None)
     assert trained(line, state, 3) == [1, 2, 3]
     assert [tags[-1].step for tags in port.there] == [3]

@@ -12,7 +12,7 @@ from paceline._base.activity import MemberCounters
 from paceline._elastic import training_loop
 from paceline._elastic.mates import ALONE
 from paceline._elastic.saver import Saver
-from paceline._elastic.state import TrainState
+from paceline._elastic.train_state import TrainState
 from paceline._elastic.training_loop import TrainingLoop
 from paceline.errors import Dismissed, StepOrderError
 from paceline_protocol import MemberState, Tag
@@ -28,7 +28,7 @@ def member(step: int, generation: int = 3, total: int = 10, peers: int = 1) -> t
     state.step = step
     core = SimpleNamespace(mesh=SimpleNamespace(peers=[None] * peers), counters=MemberCounters())
     port: Any = SimpleNamespace(job="job", group=SimpleNamespace(_core=core), mates=ALONE)
-    line = TrainingLoop(port, state, total, 0, b"", Saver(None, None), place)
+    line = TrainingLoop(port, state._core, total, 0, b"", Saver(None, None), place)
     place.held, place.generation = Tag(generation, step), generation
     heard: list[int] = []
     line.on_commit = [heard.append]

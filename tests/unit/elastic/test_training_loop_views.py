@@ -52,7 +52,7 @@ def line_that_holds(held: Tag, **parts: Any) -> tuple[TwoPort, TrainingLoop, Any
     port = TwoPort()
     state = paceline.TrainState(notes={"seen": np.zeros(1)}, **parts)
     place = MemberState(held)
-    return port, TrainingLoop(port, state, 9, 0, b"", Saver(None, None), place), place
+    return port, TrainingLoop(port, state._core, 9, 0, b"", Saver(None, None), place), place
 
 
 def view(

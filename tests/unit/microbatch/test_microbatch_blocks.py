@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import paceline
+from paceline._elastic.state import StateCore
 from paceline.errors import SizeMismatch
 from paceline.nn import Linear, softmax_cross_entropy
 
@@ -42,14 +43,14 @@ def train(inside: Callable[[Any, Any, Callable[[Any], None]], None], microbatche
 
 
 def test_a_microbatch_whose_prepare_failed_can_be_entered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, failing = paceline.TrainState.prepare, iter([True])
+    honest, failing = StateCore.prepare, iter([True])
 
-    def prepare(state: paceline.TrainState) -> None:
+    def prepare(state: StateCore) -> None:
         if next(failing, False):
             raise SizeMismatch("the models differ")
         honest(state)
 
-    monkeypatch.setattr(paceline.TrainState, "prepare", prepare)
+    monkeypatch.setattr(StateCore, "prepare", prepare)
 
     def inside(step: Any, _: Any, compute: Callable[[Any], None]) -> None:
         if step.number == 1:

@@ -300,7 +300,7 @@ def two_wrappers(group: Group, given: Callable[[dict[str, paceline.DDP]], dict[s
     for number in (1, 2):
         group._core.ban_collectives("")
         word = PendingStepWord(group, step_word(StepFlag(0), number, 0), number, with_gradients=False)
-        with Step(number, 1, group, state, Quiet(), word, 0, 0) as step:  # type: ignore[arg-type]
+        with Step(number, 1, group, state._core, Quiet(), word, 0, 0) as step:  # type: ignore[arg-type]
             for micro in step.microbatches:
                 with micro:
                     for ddp in ddps.values():
@@ -483,8 +483,8 @@ def test_the_manifest_includes_the_libraries_and_processor_digest() -> None:
     assert words == machine_words()
     assert words["libraries"].startswith(f"numpy {np.__version__}")
     run = Run()
-    manifest = run.state.manifest(**words)
-    other = run.state.manifest(**{**words, "processor (digest of what it computes)": "0" * 16})
+    manifest = run.state._core.manifest(**words)
+    other = run.state._core.manifest(**{**words, "processor (digest of what it computes)": "0" * 16})
     donor = Peer(rank=0, member_id="m", host="here", address="here:1")
     found = difference(other, manifest, donor)
     assert isinstance(found, SettingsMismatch)

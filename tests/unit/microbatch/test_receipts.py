@@ -29,11 +29,11 @@ def new_state() -> TrainState:
 
 def take_step(state: TrainState, book: ReceiptBook, *, writes: int = 0) -> None:
     """One step of a state; as rank 0 of generation `writes`, if that is not 0."""
-    state._given["values"]["n"] += 1
-    state.advance(1)
-    book.applied(state)
+    state._core._given["values"]["n"] += 1
+    state._core.advance(1)
+    book.applied(state._core)
     if writes:
-        book.committed(state, writes)
+        book.committed(state._core, writes)
 
 
 def new_book(path: Path, *, every: int = 1, total: int = 100) -> ReceiptBook:
@@ -85,7 +85,7 @@ def test_a_new_rank_0_writes_the_missing_receipts(path: Path, lost: int) -> None
     for number in range(1, 6):
         for rank in (0, 1):
             take_step(states[rank], books[rank], writes=int(rank == 0 and number <= 5 - lost))
-    books[1].committed(states[1], 2)
+    books[1].committed(states[1]._core, 2)
     take_step(states[1], books[1], writes=2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
     assert len(read_chain(path)) == 6
@@ -99,7 +99,7 @@ def test_a_line_truncated_by_a_crash_is_written_again(path: Path) -> None:
         take_step(state, book)
     state_before = new_state()
     state_before.load_state_dict(state.state_dict())
-    new_book(path).committed(state_before, 2)
+    new_book(path).committed(state_before._core, 2)
     assert [receipt.step for receipt in read_chain(path)] == [1, 2, 3, 4]
 
 
@@ -161,7 +161,7 @@ def test_two_lost_rank_0s_in_a_row_leave_a_gap(path: Path) -> None:
         for name in members:
             take_step(states[name], books[name], writes=int(name == "A" and states[name].step == 0))
     for _ in range(2):
-        books["C"].committed(states["C"], 3)
+        books["C"].committed(states["C"]._core, 3)
         take_step(states["C"], books["C"], writes=3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3, 4, 5, 6]
     assert [receipt.step for receipt in read_chain(path)] == [3, 4, 5, 6]
@@ -229,14 +229,14 @@ def test_replay_reports_another_seed_before_computing_a_step(tmp_path: Path, beg
     replay.words = WORDS | {"seed": "1"}
     state = new_state()
     for _ in range(began):
-        state.advance(1)
+        state._core.advance(1)
 
     def steps() -> Iterator[Step]:
         pytest.fail("a step was computed")
         yield
 
     with pytest.raises(Dismissed):
-        next(replay.follow(steps(), state))
+        next(replay.follow(steps(), state._core))
     assert ReplayResult.read(tmp_path / "result").wrong == (
         "the run of step 3 had other settings: seed is 1 here but 0 there"
     )

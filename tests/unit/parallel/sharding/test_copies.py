@@ -42,7 +42,7 @@ class Copying(Trainee):
         return paceline.FSDP(block, self.group, **chosen(name), redundancy=self.redundancy)
 
     def step(self, number: int, rank: int = 0, world: int = 1) -> None:
-        if not self.state.copies:
+        if not self.state._core.copies:
             super().step(number, rank, world)
             return
         update, self.optimizer.step = self.optimizer.step, self._exchange  # type: ignore[method-assign]
@@ -50,11 +50,11 @@ class Copying(Trainee):
             super().step(number, rank, world)
         finally:
             vars(self.optimizer).pop("step")
-        self.state.update_copies()
+        self.state._core.update_copies()
         update()
 
     def _exchange(self) -> None:
-        self.state.send_gradients(self.group)
+        self.state._core.send_gradients(self.group)
 
 
 def trainees(name: str, world: int, redundancy: int = 2) -> list[Copying]:
@@ -87,7 +87,7 @@ def test_a_rank_holds_as_many_shards_as_redundancy_says(name: str, world: int, r
     """Padding counts, which is less than W elements of each array."""
     here = trainees(name, world, redundancy)
     for trainee in here:
-        spread = trainee.state._spread
+        spread = trainee.state._core._spread
         held = [spread.named(spread.holding()), *map(spread.named, spread.copies.holdings().values())]
         elements = sum(shard.values.size for arrays in held for shard in arrays.values())
         whole = sum(int(np.prod(shard.shape)) for shard in held[0].values())
@@ -113,16 +113,16 @@ def test_after_a_loss_the_others_go_on_with_the_state_of_one_process(name: str, 
 def test_a_copy_that_is_kept_from_the_view_before_is_not_taken_again() -> None:
     here = trainees("full", 4)
     together(here, 1)
-    (share,) = here[0].state.copies
+    (share,) = here[0].state._core.copies
     (partners,) = copy_partners(0, here[0].group.members, 2)
-    here[0].state.retire_copies()
-    assert here[0].state.copies == ()
-    assert here[0].state.shares() == (Share(0, 4), share)
-    memory = here[0].state._spread.copies._all[tuple(share)]
-    plan = here[0].state.copying(share, partners)
+    here[0].state._core.retire_copies()
+    assert here[0].state._core.copies == ()
+    assert here[0].state._core.shares() == (Share(0, 4), share)
+    memory = here[0].state._core._spread.copies._all[tuple(share)]
+    plan = here[0].state._core.copying(share, partners)
     assert not plan.wanted
     plan.switch()
-    assert here[0].state._spread.copies._all[tuple(share)] is memory
+    assert here[0].state._core._spread.copies._all[tuple(share)] is memory
     together(here, 2)
     assert check_copies(here) == 4
 
@@ -132,9 +132,9 @@ def test_a_share_that_is_copied_can_become_the_live_one() -> None:
     together(here, 1)
     after = here[::-1]
     for rank, trainee in enumerate(after):
-        plan = trainee.state.resharding(Share(rank, 2))
+        plan = trainee.state._core.resharding(Share(rank, 2))
         assert not plan.wanted
-        trainee.state.switch(plan)
+        trainee.state._core.switch(plan)
     form(after, 2)
     take_copies(after)
     together(after, 2)
@@ -174,7 +174,7 @@ def test_a_gradient_that_one_rank_alone_has_raises_a_mismatch() -> None:
     here = trainees("full", 2)
     next(piece for _, piece in here[1].model.named_parameters()).grad = None
     with pytest.raises(CollectiveMismatch, match="copies-"):
-        all_do(here, lambda trainee: trainee.state.send_gradients(trainee.group))
+        all_do(here, lambda trainee: trainee.state._core.send_gradients(trainee.group))
 
 
 def load(trainee: Copying) -> None:
@@ -216,7 +216,7 @@ def test_a_change_by_something_other_than_the_optimizer_is_refused_on_all_ranks(
 
 def test_all_elements_are_compared_in_turn() -> None:
     here = trainees("full", 2)
-    copies = here[0].state._spread.copies
+    copies = here[0].state._core._spread.copies
     flat = next(flat for part in copies._models[0].parts() for flat in part.unit.flats)
     for size, expected in ((5, [(0, 5)] * 3), (600, [(0, 256), (256, 512), (512, 600), (0, 256)])):
         flat.layout.shard_size = size
@@ -232,7 +232,7 @@ def test_all_elements_are_compared_in_turn() -> None:
 
 def test_a_copy_that_was_rounded_differently_is_accepted() -> None:
     here = trainees("full", 2)
-    for room in here[0].state._spread.copies._all.values():
+    for room in here[0].state._core._spread.copies._all.values():
         for shard in room.memory.target.values.values():
             shard.values[...] *= 1 + 1e-6
     together(here, 1)
@@ -263,10 +263,10 @@ def test_unshard_and_state_dict_between_steps_leave_copies_valid(name: str) -> N
 def test_memory_for_gradients_is_freed_where_no_copy_is_left() -> None:
     here = trainees("full", 2)
     together(here, 1)
-    copies = here[0].state._spread.copies
+    copies = here[0].state._core._spread.copies
     assert copies._outgoing
-    here[0].state.retire_copies()
-    here[0].state.keep_updated_shares()
+    here[0].state._core.retire_copies()
+    here[0].state._core.keep_updated_shares()
     assert not copies._outgoing
 
 
@@ -329,7 +329,7 @@ def test_the_default_is_two_in_an_elastic_job_of_three(strategy: str, most: int 
         group._core.make_elastic(most)
     model = paceline.FSDP(paceline.nn.Linear(2, 2, rng=np.random.default_rng(0)), group, **chosen(strategy))
     assert model._sharded.redundancy == expected
-    assert paceline.TrainState(model=model).redundancy == expected
+    assert paceline.TrainState(model=model)._core.redundancy == expected
     group.close(0.2)
 
 
@@ -367,5 +367,5 @@ def test_models_with_different_redundancy_in_one_state_are_refused() -> None:
         for n in (1, 2)
     }
     with pytest.raises(UnsupportedOp, match=r"different redundancy: \[1, 2\]"):
-        _ = paceline.TrainState(**models).redundancy
+        _ = paceline.TrainState(**models)._core.redundancy
     group.close(0.2)
