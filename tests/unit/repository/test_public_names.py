@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 import paceline
@@ -87,6 +88,53 @@ FOR_USERS = ("paceline", *(f"paceline.{name}" for name in _MODULES))
 _PROGRAMS = {"cli", "demo"}
 _OFFERED_ABOVE = {"config", "credentials", "errors"}
 """Modules whose names for users are those of `paceline` itself."""
+
+
+COLLECTIVES = "all_gather all_reduce all_reduce_compressed all_to_all average barrier broadcast gather reduce"
+OF_OBJECTS = "all_gather_object broadcast_object gather_object"
+WRAPPER = "backward clip_grad_norm drop_gradients forward group module named_buffers named_parameters no_sync prepare"
+
+PUBLIC = {
+    "Group": f"{COLLECTIVES} {OF_OBJECTS} reduce_scatter scatter shift send recv bytes_sent close empty generation "
+    "global_rank group_rank hand_over members rank ranks size split split_by_host subgroup",
+    "Session": "barrier batches close generation group job leave members on_commit on_view rank replica replicas retry "
+    "size stats steps stop store",
+    "Step": "applied attempt cause count entered generation indices keep_copy keeps_copy kept_microbatches left "
+    "lr_scale microbatches number rank rng rng_for sampler samples skip skipped weight world",
+    "TrainState": "fingerprint is_whole load_state_dict receipts sampler state_dict step",
+    "ElasticSampler": "advance ahead batch batch_size check_every current current_microbatch epoch global_batch "
+    "load_state_dict lr_scale microbatches microbatches_ahead n offset order same_bits seed settings share state_dict "
+    "steps_per_epoch",
+    "DDP": f"{WRAPPER} begin_step sync_gradients",
+    "FSDP": f"{WRAPPER} sync_gradients broadcast_updated_params has_pending_prefetch is_sharded "
+    "load_sharded_state_dict load_state_dict padded_gradients prefetch_forward_params sharded_state_dict state_dict "
+    "strategy unshard update_shards",
+}
+"""The names of objects that users hold. A new one is promised to them: an internal one begins with an underscore."""
+
+
+def test_objects_of_users_show_only_names_for_users() -> None:
+    sampler = paceline.ElasticSampler(4, global_batch=2)
+    state = paceline.TrainState(sampler=sampler)
+    with paceline.join() as session:
+        model = paceline.nn.Linear(2, 2, rng=np.random.default_rng(0))
+        wrapped = [wrap(model, session.group) for wrap in (paceline.DDP, paceline.FSDP)]
+        for step in session.steps(state, total=1):
+            with step:
+                shown = {"Session": session, "Group": session.group, "Step": step, "TrainState": state}
+    shown |= {"ElasticSampler": sampler, "DDP": wrapped[0], "FSDP": wrapped[1]}
+    assert shown.keys() == PUBLIC.keys()
+    for name, thing in shown.items():
+        assert {each for each in dir(thing) if not each.startswith("_")} == set(PUBLIC[name].split()), name
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_of_a_class_are_described(name: str) -> None:
+    kind = getattr(paceline, name)
+    told = " ".join(base.__doc__ or "" for base in kind.__mro__)
+    attributes = set(re.findall(r"\w+", told.partition("Attributes:")[2]))
+    for each in PUBLIC[name].split():
+        assert getattr(getattr(kind, each, None), "__doc__", None) or each in attributes, f"{name}.{each}"
 
 
 def test_internal_packages_and_modules_start_with_an_underscore() -> None:
