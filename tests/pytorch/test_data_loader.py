@@ -48,7 +48,7 @@ class At:
     def __init__(
         self, sampler: paceline.ElasticSampler, rank: int = 0, world: int = 1, shares: tuple[int, ...] | None = None
     ) -> None:
-        self.sampler, self.rank, self.world, self._shares = sampler, rank, world, shares
+        self.sampler, self.rank, self.world, self.shares = sampler, rank, world, shares
         self._indices, self.weight = sampler.current(rank, world, shares)
 
     @property

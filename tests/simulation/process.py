@@ -396,7 +396,7 @@ class Process:
             with contextlib.closing(steps):  # type: ignore[type-var]
                 for step in steps:
                     if world.shape.microbatches:
-                        world.unequal += step._shares is not None
+                        world.unequal += step.shares is not None
                         with step:
                             self.state.train(step, self._update)  # type: ignore[attr-defined]
                         continue

@@ -1,6 +1,6 @@
 """The order in which gradients are summed over the ranks: all that groups, wrappers and reducers know of microbatches.
 
-A group holds one (`Group.order`). It is `EVEN`, but in a step with microbatches a `MicrobatchTurn`
+A group holds one (`GroupCore.order`). It is `EVEN`, but in a step with microbatches a `MicrobatchTurn`
 (`_microbatch.attempt`).
 """
 

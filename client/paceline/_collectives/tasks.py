@@ -135,7 +135,7 @@ def reducing_task(
 def check_terms(
     terms: Sequence[Array], rank: int, world: int, leaves: int, nodes: _Nodes | None = None
 ) -> tuple[Array, ...]:
-    """Returns the terms of `Group.all_reduce_tree` if a rank may give them; raises the errors named there."""
+    """Returns the terms of `WrapperCore.all_reduce_tree` if a rank may give them; raises the errors named there."""
     if leaves < world:
         raise UnsupportedOp(f"{leaves} leaves for {world} ranks: each needs at least one, so take more microbatches")
     if nodes is None:

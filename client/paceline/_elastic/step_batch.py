@@ -25,6 +25,7 @@ class StepBatch:
     Attributes:
         number: number of the step, from 1, counted over the whole job.
         rank, world: this member's place in the view of this attempt.
+        shares: the microbatches, or else the samples, of each rank in a whole batch; None for equal shares.
         entered, left: whether the step's block has begun, and whether it has ended.
     """
 
@@ -43,7 +44,7 @@ class StepBatch:
         self.number = number
         self.rank, self.world = group.rank, group.size
         self.entered = self.left = False
-        self._shares = shares  # the microbatches, or else the samples, of each rank in a whole batch; None if equal
+        self.shares = shares
         self._group = group
         self._state = state
         self._seed = seed
@@ -198,7 +199,7 @@ class StepBatch:
     def _of_sampler(self) -> tuple[NDArray[np.intp], float]:
         self._refuse_with_microbatches("a rank's share of the batch", "micro.indices and micro.weight")
         if self._share is None:
-            self._share = self.sampler.current(self.rank, self.world, self._shares)
+            self._share = self.sampler.current(self.rank, self.world, self.shares)
             self._group._core.set_gradient_weight(self._share[1])
         return self._share
 
@@ -208,7 +209,7 @@ class StepBatch:
             return self._micro.own_samples()
         if self._state.sampler is None:
             return 0
-        indices, weight = self._state.sampler.current(self.rank, self.world, self._shares)
+        indices, weight = self._state.sampler.current(self.rank, self.world, self.shares)
         return len(indices) if weight else 0
 
     def _refuse_with_microbatches(self, what: str, instead: str) -> None:

@@ -96,7 +96,7 @@ class ElasticDataLoader:
             planned = step.ahead()
         else:
             _ = step.indices  # from now on they give the weight of this rank's gradients
-            planned = sampler.ahead(step.rank, step.world, step._shares)
+            planned = sampler.ahead(step.rank, step.world, step.shares)
         wanted, tasks = next(planned), None
         if not _same(wanted, next(self._expected, None)):
             self._expected, ahead = tee(planned)

@@ -177,7 +177,7 @@ def large(state: Any, problem: Any) -> list[Any]:
 
 
 def whole(state: Any, group: Any) -> list[Any]:
-    """All large state of which this rank has a part, in the order of `TrainState.large`. A collective."""
+    """All large state of which this rank has a part, in the order of `StateCore.large`. A collective."""
     _, leaves = split_shards({name: part["arrays"] for name, part in state._core.content()["parts"].items()})
     found = []
     for leaf in leaves.values():

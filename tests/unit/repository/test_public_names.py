@@ -100,7 +100,7 @@ PUBLIC = {
     "Session": "barrier batches close generation group job leave members on_commit on_view rank replica replicas retry "
     "size stats steps stop store",
     "Step": "applied attempt cause count entered generation indices keep_copy keeps_copy kept_microbatches left "
-    "lr_scale microbatches number rank rng rng_for sampler samples skip skipped weight world",
+    "lr_scale microbatches number rank rng rng_for sampler samples shares skip skipped weight world",
     "TrainState": "fingerprint is_whole load_state_dict receipts sampler state_dict step",
     "ElasticSampler": "advance ahead batch batch_size check_every current current_microbatch epoch global_batch "
     "load_state_dict lr_scale microbatches microbatches_ahead n offset order same_bits seed settings share state_dict "
