@@ -57,7 +57,7 @@ def test_the_manifest_names_placements_and_those_of_plain_models_do_not_change()
 described = {}
 for name, model in (("plain", built()), ("sharded", sharded(built()))):
     optimizer = torch.optim.AdamW(model.parameters())
-    found = json.loads(paceline.TrainState(model=model, optimizer=optimizer).manifest())
+    found = json.loads(paceline.TrainState(model=model, optimizer=optimizer)._core.manifest())
     described[name] = json.dumps(found)
 assert "Shard(dim=0)" in described["sharded"] and "inner=2" in described["sharded"], described["sharded"]
 assert "Shard" not in described["plain"]
