@@ -10,6 +10,7 @@ from paceline._base.rpc import aio
 from paceline._base.waits import loop_thread
 from paceline.cli.launcher.reports import ExitReports
 from paceline.credentials import IN_THE_CLEAR
+from paceline.launch import WorkerSettings
 from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1.session_pb2_grpc import SessionServiceServicer, add_SessionServiceServicer_to_server
 
@@ -36,7 +37,7 @@ def test_an_exit_report_reaches_the_leader_past_a_frozen_coordinator() -> None:
     server, port = loop_thread().run(serve())
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts connections; nobody answers
         addresses = f"127.0.0.1:{frozen.getsockname()[1]},127.0.0.1:{port}"
-        with ExitReports(addresses, "job", IN_THE_CLEAR) as reports:
+        with ExitReports(WorkerSettings(addresses, "job", 1, 1), IN_THE_CLEAR) as reports:
             reports.report(pb.ProcessIdentity(host="h", pid=7), -9)
         assert leader.told.done()
         assert leader.told.result().process.pid == 7

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from support.python_process import ONE_THREAD, start_python
 
-__all__ = ["SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
+__all__ = ["NOT_JOINED", "SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
 
 SAID_WHEN_BUSY = re.compile(r"paceline: job '.*': waiting for \d+ more workers? |paceline: .*; for \d+ s now$")
 """What a command writes only on a busy machine: that workers are late."""
+
+NOT_JOINED = "paceline: no worker called paceline.join()"
+"""How the last line of `paceline run` begins if all workers have run a script that looks for no others."""
 
 
 class Command:
@@ -57,7 +60,9 @@ class Command:
     @property
     def complaints(self) -> str:
         """Standard error so far, without what is said only on a busy machine."""
-        return "".join(line for line in self._lines["stderr"] if not SAID_WHEN_BUSY.match(line))
+        return "".join(
+            line for line in self._lines["stderr"] if not (SAID_WHEN_BUSY.match(line) or line.startswith(NOT_JOINED))
+        )
 
     def wait_for(self, words: str, count: int = 1, timeout: float = 30.0) -> None:
         """Waits until the output holds some words, so often."""

@@ -21,6 +21,7 @@ import paceline
 from paceline._session.stack_file import stacks_by_signal
 from paceline.cli.launcher.reports import ExitReports
 from paceline.credentials import IN_THE_CLEAR
+from paceline.launch import WorkerSettings
 from pacelinepb.v1.admin_pb2 import RestartJobRequest
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.session_pb2 import ProcessIdentity
@@ -174,7 +175,7 @@ class Cluster:
         self._changed = threading.Condition()
         self._witness = witness
         credentials = IN_THE_CLEAR if certificates is None else certificates.credentials
-        self._reports = ExitReports(self.address, "job", credentials)
+        self._reports = ExitReports(WorkerSettings(self.address, "job", 1, 1), credentials)
         self._watchers: list[threading.Thread] = []
         self.coordinator: Process | None = None
         if not coordinators:

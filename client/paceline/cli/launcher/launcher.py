@@ -123,7 +123,7 @@ class Launcher:
                     self._turn()
             finally:
                 self._abandon()
-        if len(self.workers) > 1 and all(worker.alone for worker in self.workers):
+        if len(self.workers) > 1 and not self.interrupted_by and all(worker.alone for worker in self.workers):
             self._console.say(
                 "no worker called paceline.join() or torch.distributed.init_process_group(): each of the "
                 f"{len(self.workers)} ran the whole script by itself"
