@@ -258,7 +258,7 @@ def test_a_rank_that_cannot_be_started_fails_its_replica_again(folder: Path, mon
         )
         assert launcher.run() == 0
     assert started == [0, 1, 0, 1, 0, 1]
-    first, scarce, again = err.getvalue().splitlines()
+    first, scarce, again, *_ = err.getvalue().splitlines()
     assert re.search(r"restarting replica #0 \(rank 1, pid \d+ ended with exit code 3\) as a whole .* 1 of 2", first)
     assert scarce == "paceline: cannot start a worker in place of rank 0 of replica #0: Cannot allocate memory"
     assert again.endswith("as a whole in 0.2 s, 2 of 2")
