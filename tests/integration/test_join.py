@@ -301,8 +301,21 @@ def test_a_second_join_of_one_thread_is_refused_at_once_and_another_thread_may_j
         of_other_thread = pool.submit(paceline.join, address, job="again", min_workers=1, max_workers=2, config=QUICK)
         wait_for_candidates(address, "again", 1)
         first.close()
-        of_other_thread.result().close()
+        held = of_other_thread.result()
+        later = pool.submit(paceline.join, address, job="again", min_workers=1, max_workers=2, config=QUICK)
+        wait_for_candidates(address, "again", 1)  # on the thread of the one before, which any thread may close
+        held.close()
+        later.result().close()
         paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK).close()
+
+
+def test_a_second_join_in_the_block_of_the_first_is_refused_on_any_thread() -> None:
+    def nested(address: str) -> None:
+        with paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK):
+            paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK)
+
+    with coordinator() as address, ThreadPoolExecutor(1) as pool, pytest.raises(paceline.ConcurrentUse):
+        pool.submit(nested, address).result()
 
 
 def test_a_closed_session_says_so() -> None:

@@ -61,7 +61,7 @@ class Session(abc.ABC):
     _line: TrainingLoop | None = None
     _mates: Alone = ALONE
     _left = False
-    _thread: threading.Thread | None = None  # the one that joined, or that runs the steps
+    _thread: threading.Thread | None = None  # the one that has to go on, or the session does not end
     _at_end = False  # True once the script is past all that it does with the session
     _asked_early = ""  # "rank" or "size", if the script read it before the first loop over steps
     _on_commit: list[Callable[[int], None]]
@@ -437,6 +437,7 @@ class Session(abc.ABC):
         return f"<Session {place}, job {getattr(self, 'job', '')!r}{generation}>"
 
     def __enter__(self) -> Self:
+        self._thread = threading.current_thread()
         return self
 
     def __exit__(
@@ -497,7 +498,9 @@ class CoordinatedSession(Session):
         self.group = connection.group
         self.store = connection.store
         self._leave_lock = threading.Lock()
-        self._thread = threading.current_thread()
+        here = threading.current_thread()
+        # A pool of threads may join on one and go on on any: nothing is known until a block or steps begin.
+        self._thread = here if here is threading.main_thread() else None
         self._left = False
         self._on_commit, self._on_view = [], []
         self._after: Callable[[], None] = lambda: None
@@ -505,7 +508,7 @@ class CoordinatedSession(Session):
         atexit.register(self._leave_at_exit)
 
     def _needs_this_thread(self) -> bool:
-        """True if this session can go on only if the current thread, which joined it or runs its steps, calls it."""
+        """True if the session does not end before the current thread goes on."""
         in_view = not self._left and not self.group._core.mesh.fault.failed
         return in_view and self._thread is threading.current_thread()
 
