@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from paceline_protocol._job_state import Session
 
 LONGEST_S = 60.0
-"""Seconds after a launcher's first worker for which the others are waited for. Heavy imports take most of that."""
+"""Most seconds after a launcher's first worker for which the others are waited for. Heavy imports take most of that."""
 
 _KEPT = 4096
 """Most launches that are remembered, the latest ones. An older one is not waited for."""
@@ -19,10 +19,14 @@ _OVER = float("-inf")
 
 
 class Launch(NamedTuple):
-    """One run of a launcher, and how many workers it started at its beginning."""
+    """One run of a launcher, how many workers it started at its beginning, and for how many seconds to wait for them.
+
+    A worker's patience is shorter than its time for joining, so that the job begins without the others in that time.
+    """
 
     id: str
     workers: int
+    patience: float = LONGEST_S
 
 
 class Awaited(NamedTuple):
@@ -45,8 +49,7 @@ class Launches:
 
     def joined(self, now: float, launch: Launch) -> None:
         """Notes that a worker has come."""
-        if launch.id not in self._until:
-            self._note(launch.id, now + LONGEST_S)
+        self._note(launch.id, min(self._until.get(launch.id, now + LONGEST_S), now + launch.patience))
 
     def over(self, launch_id: str) -> None:
         """Notes that the rest of a launch is not waited for any more."""
@@ -54,18 +57,19 @@ class Launches:
 
     def awaited(self, now: float, candidates: Iterable[Session]) -> Awaited | None:
         """Returns the workers that are waited for longest, among the launches of these candidates; None for none."""
-        there: dict[Launch, list[Session]] = {}
+        there: dict[Launch, set[tuple[str, int]]] = {}  # processes, as one may join twice
         for session in candidates:
             if session.launch is not None and now < self._until.get(session.launch.id, _OVER):
-                there.setdefault(session.launch, []).append(session)
+                there.setdefault(session.launch, set()).add((session.process.host, session.process.pid))
         waits = (
-            Awaited(launch.workers - len(group), group[0].process.host, self._until[launch.id])
-            for launch, group in there.items()
-            if len(group) < launch.workers
+            Awaited(launch.workers - len(processes), min(processes)[0], self._until[launch.id])
+            for launch, processes in there.items()
+            if len(processes) < launch.workers
         )
         return max(waits, key=lambda wait: wait.until, default=None)
 
     def _note(self, launch_id: str, until: float) -> None:
         self._until[launch_id] = until
+        self._until.move_to_end(launch_id)
         if len(self._until) > _KEPT:
             self._until.popitem(last=False)

@@ -177,7 +177,8 @@ def _lost(case: Case, reports: list[Report]) -> Verdict:
     for rank, report in accused_leavers.items():
         leaver, reporter = case.view.seats[rank], case.view.seats[report.reporter]
         operation = report.text.partition(": ")[0]  # what follows says again that it is gone, and who saw that
-        sentences[rank] = f"{leaver.label} left the job while {reporter.label} needed it: {operation}"
+        text = operation if operation.startswith("operation ") else report.text
+        sentences[rank] = f"{leaver.label} left the job while {reporter.label} needed it: {text}"
     for rank in blamed:
         sentences[rank] = _broken(case.view, rank, neighbours[rank] - {rank}, rank in case.suspects)
     return Verdict(

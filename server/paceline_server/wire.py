@@ -154,10 +154,14 @@ def read_launch(message: pb.Register) -> Launch | None:
     """Reads which launcher started a worker beside others."""
     if not message.HasField("launch"):
         return None
-    read_launch_id(message.launch.id)
-    if not message.launch.id or not 1 <= message.launch.workers <= _MOST_RANKS:
-        raise BadRequest(f"a launch has an id, and 1 to {_MOST_RANKS} workers, not {message.launch.workers}")
-    return Launch(message.launch.id, message.launch.workers)
+    launch = message.launch
+    if not read_launch_id(launch.id):
+        raise BadRequest("a launch needs an id")
+    if not 1 <= launch.workers <= _MOST_RANKS:
+        raise BadRequest(f"a launch has 1 to {_MOST_RANKS} workers, not {launch.workers}")
+    if not launch.HasField("patience"):
+        raise BadRequest("launch.patience is required")
+    return Launch(launch.id, launch.workers, from_duration(launch.patience, "launch.patience"))
 
 
 def read_launch_id(text: str) -> str:

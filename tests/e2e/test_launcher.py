@@ -120,7 +120,14 @@ def test_a_script_that_every_worker_runs_alone_is_said_once(script: Path, code: 
     )
 
 
-@pytest.mark.parametrize("code", ["import paceline; paceline.join().__enter__()", "raise SystemExit(3)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import paceline; paceline.join().__enter__()",
+        "raise SystemExit(3)",
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'])",  # which may have joined
+    ],
+)
 def test_a_script_that_joins_or_fails_is_not_said_to_run_alone(script: Path, code: str) -> None:
     with command("run", "-n", "2", write(script, code)) as run:
         run.wait()

@@ -200,3 +200,49 @@ def test_an_elastic_job_begins_without_a_worker_that_ended_before_any_joined(tmp
         assert run.wait() == 0, run.stderr
     assert time.monotonic() - began < 30.0, "it waited for a worker that was known to be gone"
     assert sorted(run.stdout.splitlines()) == ["[0] rank 0 of 1"]
+
+
+def test_an_elastic_job_begins_without_a_worker_that_does_not_join_in_time(tmp_path: Path) -> None:
+    """The others have begun before their own time for joining is over."""
+    code = """
+import os, time
+import paceline
+if os.environ["PACELINE_LOCAL_RANK"] == "1":
+    time.sleep(8.0)  # as if it hung in its imports; it goes before any other worker could be waited for again
+    os._exit(0)
+with paceline.join() as session:
+    print("rank", session.rank, "of", session.size)
+"""
+    (tmp_path / "hangs.py").write_text(code)
+    with command("run", "-n", "3", "--min", "2", str(tmp_path / "hangs.py"), PACELINE_JOIN_TIMEOUT="6") as run:
+        assert run.wait() == 0, str(run)
+    assert sorted(line.split("] ")[1] for line in run.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_workers_of_one_launcher_may_join_different_jobs(tmp_path: Path) -> None:
+    code = """
+import os, time
+import paceline
+began = time.monotonic()
+with paceline.join(job="of " + os.environ["PACELINE_LOCAL_RANK"], min_workers=1, max_workers=2) as session:
+    print(f"rank {session.rank} of {session.size}, at once: {time.monotonic() - began < 10.0}")
+"""
+    (tmp_path / "apart.py").write_text(code)
+    with command("run", "-n", "2", "--min", "1", str(tmp_path / "apart.py")) as run:
+        assert run.wait() == 0, str(run)
+    assert run.stdout.count("rank 0 of 1, at once: True") == 2
+
+
+def test_a_script_that_joins_finds_no_world_of_torch_beside_paceline(tmp_path: Path) -> None:
+    """Otherwise a library would make one of it, with other ranks."""
+    code = """
+import os
+import paceline
+before = os.environ["WORLD_SIZE"]
+with paceline.join():
+    print(before, "RANK" in os.environ, "MASTER_ADDR" in os.environ)
+"""
+    (tmp_path / "joins.py").write_text(code)
+    with command("run", "-n", "2", str(tmp_path / "joins.py")) as run:
+        assert run.wait() == 0, str(run)
+    assert [line.split("] ")[1] for line in run.stdout.splitlines()] == ["2 False False"] * 2

@@ -309,6 +309,17 @@ def test_a_second_join_of_one_thread_is_refused_at_once_and_another_thread_may_j
         paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK).close()
 
 
+def test_a_thread_whose_steps_are_over_may_join_again() -> None:
+    with coordinator() as address:
+        first = paceline.join(address, job="again", config=QUICK)
+        state = paceline.TrainState(x={"a": np.zeros(1)})
+        for step in first.steps(state, total=1):
+            with step:
+                pass
+        paceline.join(address, job="again", config=QUICK).close()  # the job is done, so this is not refused
+        first.close()
+
+
 def test_a_second_join_in_the_block_of_the_first_is_refused_on_any_thread() -> None:
     def nested(address: str) -> None:
         with paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK):

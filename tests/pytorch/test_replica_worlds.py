@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command import command, wait_until_gone
+from support.command import NOT_JOINED, command, wait_until_gone
 
 pytestmark = [
     pytest.mark.needs(what="torch"),
@@ -55,6 +55,20 @@ def test_a_replica_restarts_with_a_new_master_port_after_a_rank_was_killed(tmp_p
     wait_until_gone([int(pid) for pid, _ in found])
 
 
+def test_a_world_of_a_store_of_its_own_is_not_said_to_run_alone(tmp_path: Path) -> None:
+    code = """
+import os, torch.distributed as dist
+rank = int(os.environ["RANK"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=not rank)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+dist.destroy_process_group()
+"""
+    (tmp_path / "store.py").write_text(code)
+    with command("run", "-n", "2", str(tmp_path / "store.py")) as run:
+        assert run.wait(60.0) == 0, str(run)
+    assert NOT_JOINED not in run.stderr
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""])
@@ -73,7 +87,7 @@ print("sum", int(t), flush=True)
     with command("run", "-n", "2", str(tmp_path / "ddp.py")) as run:
         assert run.wait(60.0) == 0, str(run)
     assert re.findall(r"sum (\d+)", run.stdout) == ["2", "2"]
-    assert "ran the whole script" not in run.stderr
+    assert NOT_JOINED not in run.stderr
 
 
 def test_a_script_that_imports_torch_and_looks_for_nobody_is_said_to_run_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses
 from paceline._base.arrays import keep_frame_memory
+from paceline._base.launcher_variables import TORCH_WORLD, leave_launchers_world
 from paceline._base.numbers import is_whole
 from paceline._base.processes import check_process
 from paceline._base.uncaught import install_hook
@@ -154,8 +155,16 @@ def join(
             f"this thread is in job {job!r} already, and a second join would wait for its first session: use "
             f"{before!r}, or end it before with session.close()"
         )
+    if (job, coordinator) == (environ.get("PACELINE_JOB"), environ.get("PACELINE_COORDINATOR")):
+        wanted.launch = launch_of(environ, config.join_timeout)
+    if replica is ALONE:
+        leave_launchers_world()
+    elif environ.get(TORCH_WORLD):
+        raise ValueError(
+            "join(replica=...) in workers of paceline run, whose world of torch.distributed is all of them: give "
+            "--replica-size, so that each replica has a world of its own"
+        )
     wanted.mates = mates = mates_of(replica)
-    wanted.launch = launch_of(environ)
     joining = connect(
         addresses,
         wanted,

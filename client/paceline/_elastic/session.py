@@ -223,7 +223,6 @@ class Session(abc.ABC):
         from paceline._microbatch.replay import Replay
 
         check_process()
-        self._thread = threading.current_thread()
         if self._line is not None and not (self._line.done or self._line.left):
             raise errors.StepOrderError("session.steps() is running already: a session has one line of steps")
         if self._asked_early and self._line is None and not self._all_start_again:
@@ -232,6 +231,7 @@ class Session(abc.ABC):
                 f"session.{self._asked_early} was read before session.steps(): a worker that is restarted would end "
                 f"there with StepOrderError, because it gets a rank only in its first step. {_DO_WITHOUT}",
             )
+        self._thread = threading.current_thread()
         replay = Replay.of_environment(os.environ)
         self._line = make_loop(
             self._job_line(),
@@ -509,8 +509,10 @@ class CoordinatedSession(Session):
 
     def _needs_this_thread(self) -> bool:
         """True if the session does not end before the current thread goes on."""
-        in_view = not self._left and not self.group._core.mesh.fault.failed
-        return in_view and self._thread is threading.current_thread()
+        over = self._left or self._connection.inbox.done is not None or self.group._core.mesh.fault.failed
+        if self._line is not None:
+            over = over or self._line.done or self._line.left
+        return not over and self._thread is threading.current_thread()
 
     def _over(self) -> errors.Dismissed | None:
         step = self._connection.inbox.done

@@ -56,7 +56,8 @@ _UPDATED = 0x9E3779B9
 
 _SKIPPED = (
     "all ranks skip step %d, because none called optimizer.step() in its block. If that was not meant, call it after "
-    "the backward pass. session.stats() counts skipped steps, and the samples that they leave out"
+    "the backward pass (a gradient scaler leaves it out if gradients overflow). session.stats() counts skipped steps, "
+    "and the samples that they leave out"
 )
 
 
@@ -247,7 +248,7 @@ class TrainingLoop:
             self._pace.applied(step, is_over=over)
         elif step._passed:
             self._counters.step_skipped(step.number, step._left_out)
-            if not self._has_skipped:
+            if not self._has_skipped and not step._passes_over:
                 tell_once(_log, _SKIPPED % step.number, key="skipped")
             self._has_skipped = True
         else:

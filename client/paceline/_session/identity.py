@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,11 @@ from paceline._collectives.choose import RULES, Rules, rules_digest
 from paceline.errors import PacelineError
 from paceline_protocol import OURS, Process
 from pacelinepb.v1 import session_pb2 as pb
+
+_LAUNCH = re.compile(r"[!-~]{1,64}:[0-9]{1,5}")
+
+_PATIENCE = 0.75
+"""The part of the time for joining in which the others of a launch are waited for."""
 
 _STATE, _FLAGS, _THREADS, _START_TIME = 3, 9, 20, 22
 """Fields of /proc/PID/stat, counted from 1 (proc(5))."""
@@ -142,10 +148,19 @@ class Replica(Protocol):
         """Ends this process soon; from any thread."""
 
 
-def launch_of(environ: Mapping[str, str]) -> pb.Launch | None:
-    """Returns the launch that a worker belongs to; None if no launcher started it beside others."""
-    name, _, workers = environ.get(LAUNCH, "").partition(":")
-    return pb.Launch(id=name, workers=int(workers)) if workers.isdecimal() else None
+def launch_of(environ: Mapping[str, str], join_timeout: float) -> pb.Launch | None:
+    """Returns the launch that a worker belongs to; None if no launcher started it beside others.
+
+    Raises:
+        ValueError: the variable is malformed.
+    """
+    text = environ.get(LAUNCH)
+    if not text:
+        return None
+    if not _LAUNCH.fullmatch(text):
+        raise ValueError(f"{LAUNCH} must be ID:WORKERS, as `paceline run` sets it, not {text!r:.80}")
+    name, _, workers = text.rpartition(":")
+    return pb.Launch(id=name, workers=int(workers), patience=duration(_PATIENCE * join_timeout))
 
 
 class JoinRequest:

@@ -18,8 +18,8 @@ from paceline.cli.output import one_line_errors
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_ADDRESS = re.compile(r"([\w.:\[\]-]+:)?\d+")
-"""A value that may follow --http: a port, with a host or without one."""
+_ADDRESS = re.compile(r"([\w.:\[\]-]+:)?\d+|localhost|\d+(\.\d+){3}|\[[\da-fA-F:.]+\]")
+"""A value that may follow --http: a port, with a host or without one; or an IP address."""
 
 _MOVED = {
     "flight": "debug flight",
@@ -72,9 +72,11 @@ class Commands(CommandGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
+        if cmd_name in _plugged_in():
+            return _command_of(_plugged_in()[cmd_name])
         if cmd_name in _MOVED:
             return _broken(f"paceline {cmd_name} is now called paceline {_MOVED[cmd_name]}")
-        return _command_of(_plugged_in()[cmd_name]) if cmd_name in _plugged_in() else None
+        return None
 
 
 def with_http(args: Sequence[str], valued: set[str]) -> list[str]:
@@ -90,7 +92,8 @@ def with_http(args: Sequence[str], valued: set[str]) -> list[str]:
     given: list[str] = []
     for position, arg in enumerate(args):
         before = given[-1] if given else ""
-        is_value = before in valued and not (before == "--http" and not _ADDRESS.fullmatch(arg))
+        bundled = len(before) > 2 and before[1] != "-" and f"-{before[-1]}" in valued  # -mn 2
+        is_value = (before in valued or bundled) and not (before == "--http" and not _ADDRESS.fullmatch(arg))
         if before == "--http" and not is_value:
             given[-1] = "--http="
         given.append(arg)

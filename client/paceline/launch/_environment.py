@@ -54,9 +54,9 @@ class WorkerSettings:
         max_workers: no view has more workers, or replicas.
         advertise: host at which peers reach the workers, each at its own port; None if they find it themselves.
         token: the token that this launcher made for them; None for the one in its environment, if any.
-        at_once: how many workers the launcher starts at its beginning. The first view waits for them, up to a minute
-            after the first has come, until the launcher reports that one has ended. Leave it out, unless it reports
-            that, as `paceline run` does.
+        at_once: how many workers the launcher starts at its beginning. The job waits for them before it begins, for 3/4
+            of `Config.join_timeout` and a minute at most after the first has come, or until the launcher reports that
+            one has ended. Leave it out, unless it reports that, as `paceline run` does.
         launch_id: names this run of the launcher.
     """
 
@@ -67,7 +67,7 @@ class WorkerSettings:
     advertise: str | None = None
     token: str | None = field(default=None, repr=False)
     at_once: int = 1
-    launch_id: str = field(default_factory=lambda: token_hex(10))
+    launch_id: str = field(default_factory=lambda: token_hex(10), compare=False)
 
 
 def worker_bounds(

@@ -22,10 +22,10 @@ if __name__ == "torch":
 from paceline.torch.register import register as _register
 
 if TYPE_CHECKING:
+    from paceline._base.launcher_variables import leave_launchers_world
     from paceline.torch._data_loader import ElasticDataLoader
     from paceline.torch._elastic_batches import BatchPart, ElasticBatches
     from paceline.torch._index_shards import index_shards
-    from paceline.torch._launchers_world import leave_launchers_world
     from paceline.torch._local_training import DiLoCo, LocalSGD
     from paceline.torch._replicate import Replicated, replicate
     from paceline.torch._stream_loader import ElasticStreamLoader
@@ -63,7 +63,7 @@ _HOME = {
     "Replicated": "paceline.torch._replicate",
     "Store": "paceline.torch.backend",
     "index_shards": "paceline.torch._index_shards",
-    "leave_launchers_world": "paceline.torch._launchers_world",
+    "leave_launchers_world": "paceline._base.launcher_variables",
     "replicate": "paceline.torch._replicate",
 }
 

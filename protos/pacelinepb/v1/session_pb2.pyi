@@ -227,19 +227,27 @@ class Launch(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Chosen by the launcher, unique for ever; 1 to 64 characters of ASCII, without spaces."""
     workers: _builtins.int
     """How many workers it started at its beginning, 1 to 65,536."""
+    @_builtins.property
+    def patience(self) -> _duration_pb2.Duration:
+        """For how long the worker lets the first view wait for the others, above 0: shorter than the time in which it wants to
+        be in a view. Of several workers the shortest time counts, and a minute at most.
+        """
+
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         workers: _builtins.int = ...,
+        patience: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["patience", b"patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "patience", b"patience", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,8 +312,8 @@ class Register(_message.Message):
 
     @_builtins.property
     def launch(self) -> Global___Launch:
-        """Set if a launcher started the worker beside others. The first view waits up to a minute for those, until one of them
-        has ended (`ReportExitRequest.launch_id`). Workers of 0.1.0 leave it out, and its coordinator does not wait.
+        """Set if a launcher started the worker beside others. The first view waits for those for a while, until one of them has
+        ended (`ReportExitRequest.launch_id`). Workers of 0.1.0 leave it out, and its coordinator does not wait.
         """
 
     def __init__(

@@ -50,6 +50,9 @@ def test_the_usage_of_run_is_as_it_is_typed() -> None:
         (["--http", "8080", "train.py"], ["--http", "8080", "train.py"]),
         (["--http", "0.0.0.0:8080"], ["--http", "0.0.0.0:8080"]),
         (["--http", "[::1]:8080"], ["--http", "[::1]:8080"]),
+        (["--http", "localhost", "train.py"], ["--http", "localhost", "train.py"]),
+        (["--http", "0.0.0.0", "train.py"], ["--http", "0.0.0.0", "train.py"]),
+        (["-mn", "2", "--http", "train"], ["-mn", "2", "--http=", "train"]),
         (["--http=host", "train.py"], ["--http=host", "train.py"]),
         (["-n", "2", "train.py", "--http", "x"], ["-n", "2", "train.py", "--http", "x"]),  # the script's
         (["--", "--http", "x"], ["--", "--http", "x"]),

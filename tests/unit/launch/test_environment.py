@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from paceline._base.launcher_variables import LAUNCH
 from paceline._session.identity import launch_of
@@ -141,9 +142,15 @@ def test_variables_of_torchrun_are_not_set() -> None:
 def test_workers_know_their_launch_and_how_many_were_started_with_them() -> None:
     told = worker_environment({LAUNCH: "outer:3"}, replace(SETTINGS, at_once=2, launch_id="inner"), 7)
     assert told[LAUNCH] == "inner:2"
-    assert launch_of(told) == pb.Launch(id="inner", workers=2)
+    assert launch_of(told, 60.0) == pb.Launch(id="inner", workers=2, patience=Duration(seconds=45))
     alone = worker_environment({LAUNCH: "outer:3"}, SETTINGS, 7)
-    assert launch_of(alone) is None, "the launcher around this one has not started this worker"
+    assert launch_of(alone, 60.0) is None, "the launcher around this one has not started this worker"
+
+
+@pytest.mark.parametrize("text", ["abc", "abc:", ":4", "a b:4", "abc:-1", "abc:999999"])
+def test_a_launch_that_is_malformed_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="PACELINE_LAUNCH must be ID:WORKERS"):
+        launch_of({LAUNCH: text}, 60.0)
 
 
 def test_the_world_of_an_outer_launcher_is_not_passed_on() -> None:

@@ -29,6 +29,24 @@ def test_it_waits_for_a_minute_at_most() -> None:
     assert job.state.live is not None
 
 
+def test_the_worker_with_the_least_patience_decides() -> None:
+    """It would give up joining before the others have come."""
+    job = PureJob()
+    first = job.join(1, 4, launch=PAIR._replace(workers=3))
+    second = job.join(1, 4, launch=PAIR._replace(workers=3, patience=7.5))
+    job.pass_time(7.0, [first, second])
+    assert job.state.live is None
+    job.pass_time(1.0, [first, second])
+    assert job.state.live is not None
+
+
+def test_two_sessions_of_a_process_are_one_worker() -> None:
+    job = PureJob()
+    members = [job.join(1, 4, launch=PAIR, host="host-1", pid=7) for _ in range(2)]
+    job.pass_time(5.0, members)
+    assert job.state.live is None
+
+
 def test_it_waits_no_more_once_a_worker_of_the_launcher_has_ended() -> None:
     job = PureJob()
     job.join(1, 4, launch=PAIR)

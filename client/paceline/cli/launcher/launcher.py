@@ -82,6 +82,7 @@ class Launcher:
         self._compiled_by: dict[int, Path] = {}
         """The folder of each process, by pid."""
         self._work = work
+        self._started: set[int] = set()  # numbers of workers
         self._count = terms.workers * (replica_size or 1)
         self._replica_size = replica_size
         world_size = replica_size or (terms.workers if terms.alone and not terms.elastic else None)
@@ -171,6 +172,10 @@ class Launcher:
     def _process(self, index: int, cores: Collection[int] | None = None, *, spare: bool = False) -> Worker:
         compiled = None if self._compiled is None else self._compiled / str(next(self._processes))
         base, world = dict(os.environ), dict[str, str]()
+        # The job has waited for the first process of each number; it must not wait again because of another one.
+        settings = replace(self._settings, at_once=1) if spare or index in self._started else self._settings
+        if not spare:
+            self._started.add(index)
         if self._worlds is not None:
             base, world = without_torchruns(base), self._worlds.environment(index)
             if self._replica_size is None:
@@ -178,7 +183,7 @@ class Launcher:
         worker = Worker(
             index,
             self._work,
-            lambda fd: worker_environment(base, self._settings, fd, index, compiled) | world,
+            lambda fd: worker_environment(base, settings, fd, index, compiled) | world,
             cores,
             spare=spare,
             replica_size=self._replica_size,

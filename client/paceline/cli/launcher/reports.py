@@ -45,7 +45,7 @@ class ExitReports:
 
     def report(self, process: ProcessIdentity, returncode: int) -> None:
         """Sends a report; returns at once."""
-        launch = self._settings.launch_id
+        launch = self._settings.launch_id if self._settings.at_once > 1 else ""
         request = ReportExitRequest(job=self._settings.job, process=process, exit_code=returncode, launch_id=launch)
         future = loop_thread().start(self._send(request))
         self._pending.add(future)

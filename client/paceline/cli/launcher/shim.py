@@ -69,11 +69,18 @@ def _run(arguments: list[str]) -> None:
 
 
 def _say_if_alone() -> None:
-    """Tells the launcher that the script did not use torch.distributed; whether it has joined a job, it knows."""
+    """Tells the launcher that the script did not use torch.distributed, nor processes of its own that may have done so.
+
+    The launcher knows itself whether this process has joined a job.
+    """
+    import resource
+
     news = os.environ.get(_NEWS)
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     # torch keeps it when the group is destroyed. A release without it tells nothing, so nothing is said then.
-    if news is not None and (torch is None or getattr(torch, "_default_pg_init_method", "unknown") is None):
+    uses_torch = torch is not None and getattr(torch, "_backend", "unknown") is not None
+    had_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
+    if news is not None and not uses_torch and not had_children:
         with contextlib.suppress(OSError):  # the script has closed it
             os.write(int(news), b'{"kind": "alone"}\n')
 

@@ -88,8 +88,7 @@ class Worker:
         self._lost_mate = False
         self._unfinished = False
         self._used_paceline = False
-        self.alone = False
-        """True if its script has ended without having looked for other workers."""
+        self._looked_for_none = False
         self._go: int | None = None
         news, theirs = os.pipe()
         inherited, options = [theirs], list[str]()
@@ -167,6 +166,11 @@ class Worker:
         """True until `reap` has seen its end."""
         return self._process.returncode is None
 
+    @property
+    def alone(self) -> bool:
+        """True if its script has ended without having looked for other workers."""
+        return self._looked_for_none and not self._used_paceline
+
     def read(self, stream: str) -> list[Printed] | None:
         """Reads what has arrived on a stream; None at its end: then `close` it."""
         try:
@@ -198,7 +202,7 @@ class Worker:
         if not isinstance(record, dict):
             return None
         if record.get("kind") == "alone":
-            self.alone = not self._used_paceline
+            self._looked_for_none = True
         else:
             self._used_paceline = True
         if record.get("kind") == "view" and record.get("pid") == self.pid:
