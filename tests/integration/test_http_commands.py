@@ -50,7 +50,7 @@ with paceline.join() as session:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("coordinator", "--http", "0.0.0.0:0"), "whoever reaches 0.0.0.0:0 could see every job, and stop it"),
+        (("coordinator", "--http", "0.0.0.0:0"), "anyone who can reach 0.0.0.0:0 can view every job, and stop it"),
         (("coordinator", "--http", "127.0.0.1:99999"), "99999"),
         (("run", "--http", "--coordinator", "127.0.0.1:1", __file__), "start that with paceline coordinator --http"),
     ],

@@ -110,7 +110,7 @@ def read_chain(path: Path) -> list[Receipt]:
 
     The lines may stand in any order, and more than once. If a run went on from a checkpoint with something changed, two
     receipts follow one: the chain goes on to the one that stands behind the other. A line that a crash has cut is left
-    out. If a receipt is missing, the chain begins behind it: then its first receipt has a `previous`.
+    out. If a receipt is missing, the chain restarts after the gap: then its first receipt has a `previous`.
     """
     found: dict[str, Receipt] = {}
     following: dict[str, Receipt] = {}

@@ -31,7 +31,7 @@ def flight(
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
-    """Say who is stuck in what, and since when: compares the last operations of all ranks.
+    """Show which ranks are stuck, in which operation, and since when: compares the last operations of all ranks.
 
     Members are asked beside their training. Of a job that is over, the dumps on this machine are read.
     """
