@@ -69,7 +69,8 @@ def run_coordinator(
     if not (settings.wants_token or settings.tls_ca or insecure or page is None or page.is_loopback):
         raise UsageError(
             f"anyone who can reach {page} can view every job, and stop it: give --token-file, PACELINE_TOKEN "
-            "(openssl rand -hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is trusted"
+            "(openssl rand -hex 32) or --tls-ca (paceline certs); --insecure is for a network where everybody is "
+            "trusted"
         )
     if not (where.is_loopback or settings.wants_token or settings.tls_ca or insecure):
         raise UsageError(
