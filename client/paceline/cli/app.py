@@ -205,7 +205,7 @@ def status(
     coordinator: Coordinator = None,
     job: Annotated[str | None, job_argument("Show this job's members; default: all jobs.")] = None,
     named: Annotated[str | None, typer.Option("--job", metavar="JOB", help="The same as the argument.")] = None,
-    live: Annotated[bool, typer.Option("--watch", "-w", help="Draw it again and again, until Ctrl-C.")] = False,
+    live: Annotated[bool, typer.Option("--watch", "-w", help="Refresh it, until Ctrl-C.")] = False,
     timeout: Timeout = 5.0,
     json: Json = False,
 ) -> None:
@@ -361,7 +361,7 @@ def replay(
 ) -> None:
     """Compute a step again on one worker, from a checkpoint, and say whether its receipt holds.
 
-    For runs with session.steps(..., receipts=FILE). Nothing is written over: the script ends after step N, and saves no
+    For runs with session.steps(..., receipts=FILE). Nothing is overwritten: the script ends after step N, and saves no
     checkpoint.
     """
     with one_line_errors():

@@ -40,7 +40,7 @@ Coordinator = Annotated[
     typer.Option(
         envvar="PACELINE_COORDINATOR",
         metavar="HOST:PORT",
-        help="Address of the coordinator; default: that of your only paceline run on this machine.",
+        help="Address of the coordinator; default: the coordinator of your only paceline run on this machine.",
     ),
 ]
 

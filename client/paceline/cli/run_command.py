@@ -94,8 +94,8 @@ def run(
         typer.Option(
             envvar="PACELINE_NOTICE",
             metavar="CLOUDS",
-            help="Let the workers leave when the cloud says that it will take this spot machine: aws, gcp, azure, "
-            "or a plug-in's name; several separated by commas.",
+            help="Let the workers leave when the cloud announces that it will reclaim this spot machine: aws, gcp, "
+            "azure, or a plug-in's name; several separated by commas.",
         ),
     ] = None,
     drain_before: Annotated[
@@ -103,7 +103,7 @@ def run(
         typer.Option(
             envvar="PACELINE_DRAIN_BEFORE",
             metavar="SECONDS",
-            help="Let the workers leave so long before the end of the scheduler's job, such as Slurm's; 0 for never.",
+            help="Let the workers leave this long before the end of the scheduler's job, such as Slurm's; 0 for never.",
         ),
     ] = _DRAIN_BEFORE_S,
     drained_code: Annotated[

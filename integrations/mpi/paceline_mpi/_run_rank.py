@@ -56,8 +56,8 @@ def _command(
 ) -> None:
     """Run a script as one rank of MPI: mpirun -n 4 paceline run-rank SCRIPT.
 
-    MPI carries the gradients of DDP. The world is that of mpirun. If a rank dies, the others get the error that names
-    it, and end; with mpirun --with-ft ulfm (Open MPI 5) they go on.
+    MPI carries the gradients of DDP. mpirun sets the number of ranks. If a rank dies, the others get the error that
+    names it, and end; with mpirun --with-ft ulfm (Open MPI 5) they go on.
     """
     whole = ["-m", *command] if module else command
     try:

@@ -33,7 +33,7 @@ def flight(
 ) -> None:
     """Show which ranks are stuck, in which operation, and since when: compares the last operations of all ranks.
 
-    Members are asked beside their training. Of a job that is over, the dumps on this machine are read.
+    Members answer while they train. For a job that is over, the command reads the dumps on this machine.
     """
     with one_line_errors():
         from paceline.cli.debug.flight_command import show_flight
@@ -53,7 +53,7 @@ def stacks(
 ) -> None:
     """Show where the code of each rank stands, also of ranks that hang with the GIL held.
 
-    Needs no debugger and no rights: workers write their own stacks. Training goes on meanwhile.
+    Needs no debugger and no special rights: workers write their own stacks. Training goes on meanwhile.
     """
     with one_line_errors():
         from paceline.cli.debug.stacks_command import show_stacks
@@ -74,7 +74,7 @@ def trace(
 ) -> None:
     """Write the last operations and steps of all ranks as a trace that ui.perfetto.dev and chrome://tracing open.
 
-    Clocks of hosts are aligned by the times of the question itself; the file says how exact that is.
+    The hosts' clocks are aligned by the times of request and answer; the file says how exactly.
     """
     with one_line_errors():
         from paceline.cli.debug.trace_command import write_trace
