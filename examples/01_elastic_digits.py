@@ -48,7 +48,7 @@ with paceline.join() as session:
     model = paceline.torch.DDP(net, session.group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
-    # 3. The sampler gives each worker its share of the batch, of whatever size the world is. The batch is that of all
+    # 3. The sampler gives each worker its share of the batch, of whatever size the world is. The batch counts all
     #    workers together, so the learning rate need not change when they do.
     sampler = paceline.ElasticSampler(len(x), global_batch=128)
 

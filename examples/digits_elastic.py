@@ -1,4 +1,4 @@
-"""Train the digits while workers come and go: kill some, add some, drain some; the weights are those of one process.
+"""Train the digits while workers come and go: kill some, add some, drain some; the weights match one process.
 
     paceline coordinator &
     paceline run -n 2 --min 1 --max 8 --restarts 3 --coordinator localhost --job digits examples/digits_elastic.py

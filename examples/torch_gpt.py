@@ -107,7 +107,7 @@ training, held_back = Windows(ids[: -50 * WINDOW]), ids[-50 * WINDOW :].unfold(0
 # The loader comes first, so that its processes are forked before the session has threads.
 with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as loader, paceline.join() as session:
     net = GPT(len(number))
-    model = paceline.torch.DDP(net, session.group)  # the weights of the first worker, whoever comes
+    model = paceline.torch.DDP(net, session.group)  # all workers get the weights of the first
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=asked.steps + 1)
     ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.98)).eval()  # no dropout in what is evaluated
@@ -131,7 +131,7 @@ with paceline.torch.ElasticDataLoader(training, num_workers=asked.workers) as lo
             optimizer.step()
             scheduler.step()
             ema.update_parameters(net)  # behind the update: from there on the step counts
-        if step.applied and step.number % 20 == 0 and session.rank == 0:  # whoever that is now
+        if step.applied and step.number % 20 == 0 and session.rank == 0:  # rank 0 may be another worker by now
             rate = scheduler.get_last_lr()[0]
             print(f"step {step.number}: loss {loss:.3f}, rate {rate:.4f}, {session.size} workers", flush=True)
         if step.number % 100 == 0 or step.number == asked.steps:  # all workers alike: not by `step.applied`

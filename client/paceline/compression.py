@@ -201,7 +201,7 @@ class PowerSGD:
 
     A gradient of shape [n, m] (all axes after the first count as one) becomes rank * (n + m) numbers.
 
-    PowerSGD projects the sum over the ranks on `rank` directions, which are those of the step before, turned by one
+    PowerSGD projects the sum over the ranks on `rank` directions: the directions of the step before, turned by one
     power iteration. The remainder is added in the next step (`error_feedback`). Vectors, and matrices that would not
     become smaller, are sent uncompressed. Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1
     and 2.

@@ -82,8 +82,8 @@ class StepBatch:
     def microbatches(self) -> tuple[Microbatch, ...]:
         """This rank's microbatches, in order: `for micro in step.microbatches: with micro: ...`, inside `with step:`.
 
-        Each takes one forward and one backward pass through the wrapped model. Gradients are set aside after each, and
-        are those of the whole batch after the last: clear them before the first, and update after the last. A step with
+        Each takes one forward and one backward pass through the wrapped model. Gradients are set aside after each;
+        after the last they are the whole batch's. So clear them before the first, and update after the last. A step with
         several updates goes through its microbatches once for each, and reads them anew each time: after a failure the
         first loop has only those that were lost.
 

@@ -185,7 +185,7 @@ class FSDP:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scales all gradients so that their norm over the shards of all ranks is at most `max_norm`.
 
-        This is a collective. Arguments, result and errors are those of `paceline.DDP.clip_grad_norm`.
+        This is a collective. Arguments, result and errors: see `paceline.DDP.clip_grad_norm`.
         """
         return self._sharded.clip_grad_norm(max_norm, norm_type)
 

@@ -192,7 +192,7 @@ class DataEngine(abc.ABC):
         """Starts to gather the parts of all ranks, in place; only with `traits.shards`.
 
         Args:
-            x: as for `all_reduce`, also of dtype uint8, shape [W S]. Elements r S to (r + 1) S - 1 are those of rank r.
+            x: as for `all_reduce`, also of dtype uint8, shape [W S]. Elements r S to (r + 1) S - 1 belong to rank r.
 
         Raises:
             EngineFailed: as `all_reduce`.

@@ -198,8 +198,8 @@ class Served:
 def own_coordinator(*, listen: str = "127.0.0.1:0", make_token: bool = True, **settings: Any) -> Iterator[Served]:
     """Runs a coordinator in this process, for the workers that it starts; a context manager.
 
-    Certificates and the token are those of this process's environment (PACELINE_TLS_*, PACELINE_TOKEN or _TOKEN_FILE).
-    If that has no token, one is made, because every user of the machine can reach loopback. This user's commands on
+    Certificates and the token come from the environment (PACELINE_TLS_*, PACELINE_TOKEN or _TOKEN_FILE).
+    If it has no token, one is made, because every user of the machine can reach loopback. This user's commands on
     this machine, such as `paceline status`, find the coordinator and its token.
 
     Args:

@@ -341,7 +341,7 @@ class DiLoCo(LocalTraining):
     AdamW as the inner optimizer, H = 500, and the defaults below. Outer gradients of few bits: Douillard et al.,
     "Streaming DiLoCo", 2025, and Jaghouar et al., "OpenDiLoCo", 2024.
 
-    Use, shared state and the other arguments are those of `LocalSGD`. The momentum is the same on all members, and
+    Use, shared state and the other arguments are as for `LocalSGD`. The momentum is the same on all members, and
     newcomers get it; it takes another P numbers of host memory, none if `outer_momentum` is 0.
 
     Args:

@@ -46,7 +46,7 @@ class Steps:
 
     A step has the samples of one process, the loader's batch size times `gradient_accumulation_steps`, however many
     workers there are: they share out the rows of each batch. So the learning rate, the number of steps and the losses
-    are those of the same script without Paceline.
+    match the same script without Paceline.
 
     Training belongs in the block of `step`, which may be undone and run again. Logs and saves belong behind it:
     `accelerator.log`, `save_state` and `save_model` wait there until the step counts on all workers. Then rank 0 logs

@@ -53,7 +53,7 @@ class PacelineStrategy(SingleDeviceStrategy):  # type: ignore[misc]  # Lightning
     """Trains on workers that may die, join and leave: `Trainer(strategy="paceline")` after `import paceline_lightning`.
 
     A step has the samples of one process, the loader's batch size times `accumulate_grad_batches`, however many workers
-    there are: they share out each batch. So the learning rate, the number of steps and the losses are those of the same
+    there are: they share out each batch. So the learning rate, the number of steps and the losses match the same
     script without Paceline. `fit` joins the job, and leaves it at its end. Outside of `fit`, as in `test` after it,
     each worker works alone. Each worker has one device; those of a host take one each of `Trainer(devices=...)`.
 

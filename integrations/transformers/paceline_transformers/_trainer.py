@@ -55,7 +55,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         trainer.train()
 
     A step has the samples of one process, `per_device_train_batch_size` times `gradient_accumulation_steps`, however
-    many workers there are: they share them out. So the learning rate, the number of steps and the losses are those of
+    many workers there are: they share them out. So the learning rate, the number of steps and the losses match
     the same script without Paceline. `train` joins the job, and leaves it at its end. Outside of `train`, as in
     `evaluate` after it, each worker works alone.
 
@@ -63,7 +63,7 @@ class ElasticTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
     Attributes:
         same_bits: set it before `train`: the `gradient_accumulation_steps` batches of a step become microbatches, and
-            losses and weights have the same bits on any number of workers, which is that of the batches at most.
+            losses and weights have the same bits on any number of workers, up to the number of batches.
     """
 
     same_bits = False
