@@ -83,9 +83,9 @@ class StepBatch:
         """This rank's microbatches, in order: `for micro in step.microbatches: with micro: ...`, inside `with step:`.
 
         Each takes one forward and one backward pass through the wrapped model. Gradients are set aside after each;
-        after the last they are the whole batch's. So clear them before the first, and update after the last. A step with
-        several updates goes through its microbatches once for each, and reads them anew each time: after a failure the
-        first loop has only those that were lost.
+        after the last they are the whole batch's. So clear them before the first, and update after the last. A step
+        with several updates goes through its microbatches once for each, and reads them anew each time: after a failure
+        the first loop has only those that were lost.
 
         In the first step of a generation the first reading waits until ranks have told each other what they have kept.
 
