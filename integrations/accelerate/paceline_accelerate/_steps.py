@@ -48,7 +48,7 @@ class Steps:
     workers there are: they share out the rows of each batch. So the learning rate, the number of steps and the losses
     match the same script without Paceline.
 
-    Training belongs in the block of `step`, which may be undone and run again. Logs and saves belong behind it:
+    Training belongs in the block of `step`, which may be undone and run again. Logs and saves belong after it:
     `accelerator.log`, `save_state` and `save_model` wait there until the step counts on all workers. Then rank 0 logs
     or saves, once; all workers must call them. All other code behind the block runs in undone attempts too.
 
