@@ -92,7 +92,7 @@ def test_a_page_has_tabs_and_links_to_the_previous_and_next_page(site: Path) -> 
             names = await page.run(f"{tabs}.map((tab) => tab.innerText)")
             assert names == ["Home", "Tutorials", "How to", "Reference", "Design"]
             ends = await page.run("[...document.querySelectorAll('.md-footer__link')].map((link) => link.pathname)")
-            assert [Path(end).name for end in ends] == ["from-torchrun.html", "elastic-torch.html"]
+            assert [Path(end).name for end in ends] == ["coming-from.html", "elastic-torch.html"]
 
     run(main)
 
