@@ -138,7 +138,7 @@ def main() -> None:
                             session.group.barrier()  # all have computed one microbatch
                     for fault in faults:
                         fault.in_step(step, "before_gate")
-                    problem._core.update()
+                    problem.update()
                     for fault in faults:
                         fault.in_step(step, "behind_gate")
                 if step.applied:

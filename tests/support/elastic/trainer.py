@@ -172,7 +172,7 @@ def wrap(kind: str, model: Any, session: Any, bucket_mb: float | None, redundanc
 
 def large(state: Any, problem: Any) -> list[Any]:
     """All large state, as the NumPy problem has it."""
-    found: list[Any] = state._core.large() if problem is None else problem._core.large()
+    found: list[Any] = state._core.large() if problem is None else problem.large()
     return found
 
 
