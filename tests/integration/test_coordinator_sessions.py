@@ -5,6 +5,7 @@ import hashlib
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from paceline_server.storage.memory import MemoryStorage
 from pacelinepb.v1 import admin_pb2, session_pb2, store_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from pacelinepb.v1.errors_pb2 import ErrorReason
+from pacelinepb.v1.session_pb2_grpc import SessionServiceStub
 from pacelinepb.v1.store_pb2_grpc import StoreServiceStub
-from support.coordinator import RawSession, reason_of, refused, run, running
+from support.coordinator import RawSession, duration, reason_of, refused, run, running
 
 LOST = ErrorReason.ERROR_REASON_PEER_LOST
 
@@ -369,6 +371,24 @@ def test_a_second_register_ends_the_stream() -> None:
     run(main)
 
 
+def launch(**fields: object) -> session_pb2.Launch:
+    whole: dict[str, Any] = {"id": "launch", "workers": 2, "patience": duration(30.0), **fields}
+    return session_pb2.Launch(**whole)
+
+
+def test_a_launch_of_which_one_worker_ended_before_any_joined_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with running() as channel:
+            process = session_pb2.ProcessIdentity(host="host-a", pid=2)
+            report = session_pb2.ReportExitRequest(job="job", process=process, exit_code=1, launch_id="launch")
+            stub: Any = SessionServiceStub(channel)
+            assert not (await stub.ReportExit(report)).known
+            session = await RawSession.register(channel, least=1, most=4, launch=launch())
+            await session.view()  # else it would take 30 s
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "text"),
     [
@@ -382,6 +402,11 @@ def test_a_second_register_ends_the_stream() -> None:
         ({"least": 3, "most": 3}, "SETTINGS_DISAGREE", "min_workers is 3 at host-a"),
         ({"failure_timeout": 0.0}, "BAD_REQUEST", "failure_timeout must be"),
         ({"generation_floor": 1 << 62}, "BAD_REQUEST", "generation_floor"),
+        ({"launch": launch(id="")}, "BAD_REQUEST", "a launch needs an id"),
+        ({"launch": launch(id="two words")}, "BAD_REQUEST", "the id of a launch"),
+        ({"launch": launch(workers=0)}, "BAD_REQUEST", "1 to 65536 workers, not 0"),
+        ({"launch": launch(workers=1 << 17)}, "BAD_REQUEST", "1 to 65536 workers"),
+        ({"launch": session_pb2.Launch(id="launch", workers=2)}, "BAD_REQUEST", "launch.patience is required"),
     ],
 )
 def test_invalid_registrations_are_refused(fields: dict[str, object], reason: str, text: str) -> None:

@@ -21,6 +21,7 @@ from simulation.training import Training
 
 from paceline import errors
 from paceline._base.addresses import CoordinatorAddresses, Endpoint
+from paceline._base.rpc import duration
 from paceline._base.work import Progress
 from paceline._elastic.mates import ALONE, Alone
 from paceline._elastic.session import CoordinatedSession
@@ -364,7 +365,8 @@ class Process:
         wanted = _Request("job", world.settings.min_workers, world.settings.max_workers, self.rank)
         wanted.newest = self.newest
         if world.shape.launched and self in world.first():
-            wanted.launch = pb.Launch(id=LAUNCH_ID, workers=world.most * world.shape.replica_size)
+            workers, patience = world.most * world.shape.replica_size, duration(0.75 * world.config.join_timeout)
+            wanted.launch = pb.Launch(id=LAUNCH_ID, workers=workers, patience=patience)
         mates: Alone = ALONE
         if self.is_rank:
             current().park(world.delay(0.0, 0.3))
