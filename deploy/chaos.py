@@ -106,7 +106,7 @@ class Fleet:
             ("docker", "logs", "--tail", "30", "--timestamps", container),
             ("docker", "exec", container, "getent", "hosts", "coordinator"),
             (*ask, "status"),
-            (*ask, "stacks", "digits"),
+            (*ask, "debug", "stacks", "digits"),
         )
         told = []
         for words in questions:

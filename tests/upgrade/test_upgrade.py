@@ -12,7 +12,7 @@ from support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-OLD = "it speaks version 8 of the protocol, because rank "
+OLD = "their generation speaks version 8 of the protocol, because rank "
 
 
 def test_rolling_upgrade_downgrade_and_upgrade(tmp_path: Path) -> None:

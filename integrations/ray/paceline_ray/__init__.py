@@ -68,7 +68,7 @@ def run(
         resources: what each worker, or each rank of a replica, takes: "CPU", "GPU", "memory" (bytes), or a resource of
             the cluster; one CPU if left out.
         restarts: how often each worker is replaced at most. A worker that fails three times in a row within 5 s,
-            before it was in a view, is given up earlier.
+            before it had joined the job, is given up earlier.
         job: name of the job.
         coordinator: address of a coordinator that the nodes reach. If left out, this process runs one for the time of
             the call, on its node's address, with a token of its own.

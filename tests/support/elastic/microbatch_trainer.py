@@ -93,6 +93,7 @@ def main() -> None:
         state = problem.build(session.group, **settings)
         session.on_view(lambda: emit("view", generation=session.generation, rank=session.rank, size=session.size))
         session.on_commit(lambda number: emit("committed", step=number))
+        is_sharded = (state if OLD else state._core).is_sharded
         try:
             for step in session.steps(
                 state,
@@ -142,15 +143,11 @@ def main() -> None:
                     for fault in faults:
                         fault.in_step(step, "behind_gate")
                 if step.applied:
-                    digest = "" if state._core.is_sharded else state.fingerprint().hex()  # a collective
+                    digest = "" if is_sharded else state.fingerprint().hex()  # a collective
                     emit("applied", generation=step.generation, step=step.number, digest=digest, world=step.world)
                 else:
                     emit("undone", generation=step.generation, step=step.number, cause=str(step.cause))
-                if (
-                    state._core.is_sharded
-                    and step.applied
-                    and step.number % plan.get("digest_every", step.number + 1) == 0
-                ):
+                if is_sharded and step.applied and step.number % plan.get("digest_every", step.number + 1) == 0:
                     for attempt in session.retry():
                         with attempt:
                             emit("digest", step=state.step, digest=state.fingerprint().hex())

@@ -24,7 +24,7 @@ def test_version_option_prints_the_version() -> None:
 
 
 def test_every_command_has_help() -> None:
-    plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "forget", "bench", "schedules")
+    plain = ("coordinator", "certs", "run", "demo", "status", "drain", "restart", "bench", "debug", "version")
     for command in (*plain, "checkpoint"):
         for word in ("--help", "-h"):
             result = runner.invoke(app, [command, word])
