@@ -24,7 +24,7 @@ ULFM = pytest.mark.parametrize("with_ulfm", [False, True], ids=["plain", "ulfm"]
 TRAIN = """
 import hashlib
 from paceline import nn
-from paceline._group import group as groups
+from paceline._group import wrapper_calls as groups
 from paceline._links.fault import Fault
 
 WIDTH, WORLD = int(os.environ["WIDTH"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
