@@ -159,7 +159,7 @@ def test_ctrl_c_lets_workers_leave(nodes: RayNodes, tmp_path: Path) -> None:
     with meanwhile(story), pytest.raises(KeyboardInterrupt):
         paceline_ray.run(train, str(tmp_path), told.total, 0.01, min_workers=1, max_workers=4)
     assert said[0].returncode == 0, said[0].stderr
-    assert "running with 3 members" in said[0].stdout, "other commands on the driver's machine find the run"
+    assert "3 workers are training" in said[0].stdout, "other commands on the driver's machine find the run"
     assert len(told.trainers) == 3
     assert all(each.of("dismissed") for each in told.trainers), str(told)
     assert len({each.of("applied")[-1]["step"] for each in told.trainers}) == 1, "all left after the same step"
