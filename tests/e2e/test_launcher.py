@@ -112,7 +112,7 @@ def test_workers_that_may_come_and_go_find_no_world_of_torch(script: Path, optio
 
 
 @pytest.mark.parametrize("code", ["pass", "raise SystemExit"])
-def test_a_script_that_every_worker_runs_alone_is_said_once(script: Path, code: str) -> None:
+def test_workers_that_never_join_get_one_warning(script: Path, code: str) -> None:
     with command("run", "-n", "2", write(script, code)) as run:
         assert run.wait() == 0
     assert run.stderr == (
@@ -128,13 +128,13 @@ def test_a_script_that_every_worker_runs_alone_is_said_once(script: Path, code: 
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'pass'])",  # which may have joined
     ],
 )
-def test_a_script_that_joins_or_fails_is_not_said_to_run_alone(script: Path, code: str) -> None:
+def test_workers_that_join_or_fail_get_no_warning(script: Path, code: str) -> None:
     with command("run", "-n", "2", write(script, code)) as run:
         run.wait()
     assert NOT_JOINED not in run.stderr
 
 
-def test_one_worker_may_run_alone(script: Path) -> None:
+def test_a_single_worker_that_never_joins_gets_no_warning(script: Path) -> None:
     with command("run", "-n", "1", write(script, "pass")) as run:
         assert run.wait() == 0
     assert run.stderr == ""

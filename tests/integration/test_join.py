@@ -309,7 +309,7 @@ def test_a_second_join_of_one_thread_is_refused_at_once_and_another_thread_may_j
         paceline.join(address, job="again", min_workers=1, max_workers=2, config=QUICK).close()
 
 
-def test_a_thread_whose_steps_are_over_may_join_again() -> None:
+def test_a_thread_can_join_again_after_its_last_step() -> None:
     with coordinator() as address:
         first = paceline.join(address, job="again", config=QUICK)
         state = paceline.TrainState(x={"a": np.zeros(1)})

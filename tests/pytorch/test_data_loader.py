@@ -284,7 +284,7 @@ def test_misuse_of_the_loader_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_follow_the_shares_of_each_step(workers: int) -> None:
-    """When the shares change, the loader throws away what it has fetched ahead, and fetches anew."""
+    """When the shares change, the loader drops its prefetched batches and fetches them again."""
     sampler, data = paceline.ElasticSampler(N, BATCH, seed=3), Numbers()
     used: list[int] = []
     with ElasticDataLoader(data, num_workers=workers) as loader:

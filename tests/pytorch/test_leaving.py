@@ -35,7 +35,7 @@ leaving.CLOSE_TIMEOUT = leaving._LEAVE_TIMEOUT = 60.0
 
 
 def complaints(started: Sequence[Worker]) -> list[str]:
-    """What ranks that end in good order must not write."""
+    """Returns the lines on standard error; ranks that end in good order write none."""
     return [line for worker in started for line in worker.stderr.splitlines()]
 
 

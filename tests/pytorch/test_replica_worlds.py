@@ -55,7 +55,7 @@ def test_a_replica_restarts_with_a_new_master_port_after_a_rank_was_killed(tmp_p
     wait_until_gone([int(pid) for pid, _ in found])
 
 
-def test_a_world_of_a_store_of_its_own_is_not_said_to_run_alone(tmp_path: Path) -> None:
+def test_a_process_group_made_with_a_store_gets_no_warning(tmp_path: Path) -> None:
     code = """
 import os, torch.distributed as dist
 rank = int(os.environ["RANK"])
@@ -89,7 +89,7 @@ dist.destroy_process_group()  # else Gloo may abort the process at its end
     assert NOT_JOINED not in run.stderr
 
 
-def test_a_script_that_imports_torch_and_looks_for_nobody_is_said_to_run_alone(tmp_path: Path) -> None:
+def test_a_torch_script_without_a_process_group_gets_the_warning(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("import torch")
     with command("run", "-n", "2", str(tmp_path / "alone.py")) as run:
         assert run.wait(60.0) == 0, str(run)

@@ -17,7 +17,7 @@ from support.python_process import ONE_THREAD, start_python
 __all__ = ["NOT_JOINED", "SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
 
 SAID_WHEN_BUSY = re.compile(r"paceline: job '.*': waiting for \d+ more workers? |paceline: .*; for \d+ s now$")
-"""What a command writes only on a busy machine: that workers are late."""
+"""Lines about late workers, which a command writes only on a busy machine."""
 
 NOT_JOINED = "paceline: no worker called paceline.join()"
 """How the last line of `paceline run` begins if all workers have run a script that looks for no others."""

@@ -16,7 +16,7 @@ from paceline._links.base import Peer
 
 
 class GroupFace:
-    """What a `Group` shows of its members."""
+    """The members of a group: their ranks, sizes and addresses, and calls that need no arrays."""
 
     def __init__(self, core: GroupCore) -> None:
         self._core = core

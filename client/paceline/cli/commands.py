@@ -1,4 +1,4 @@
-"""What all commands have in common: how their help names values, and plug-ins' commands beside Paceline's own."""
+"""The classes of all commands: they format help, parse --http, and find the commands of plug-ins."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_ranges_cover_all_items_once_in_rank_order(shares: list[int], size: int)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9))
-def test_each_rank_gets_as_many_items_of_a_whole_batch_as_its_share_has(shares: list[int]) -> None:
+def test_a_batch_is_divided_by_the_shares_of_the_ranks(shares: list[int]) -> None:
     units = sum(shares)
     ranges = [range_of(rank, len(shares), units, tuple(shares)) for rank in range(len(shares))]
     assert [hi - lo for lo, hi in ranges] == shares
