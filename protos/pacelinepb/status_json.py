@@ -5,6 +5,7 @@ Times that end in `_s` are seconds; `at` is in seconds since 1970.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 from typing import Any
@@ -23,8 +24,10 @@ __all__ = [
     "job_as_dict",
     "member_as_dict",
     "members_as_dicts",
+    "number_as_json",
     "phase_name",
     "seconds",
+    "seconds_left",
     "stragglers",
     "totals_as_dict",
 ]
@@ -112,11 +115,21 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
         "waiting": job.waiting,
         "reason": job.reason,
         "waited_s": round(seconds(job.waited), 3) if job.HasField("waited") else None,
+        "stalled_s": round(seconds(job.stalled), 3) if job.HasField("stalled") else None,
+        "stall": job.stall,
         "min_workers": job.min_workers,
         "max_workers": job.max_workers,
         "replica_size": job.replica_size or 1,
+        "total": job.total or None,
+        "left_s": None if (left := seconds_left(job)) is None else round(left, 1),
         "totals": totals_as_dict(job.totals),
     }
+
+
+def seconds_left(job: JobSummary) -> float | None:
+    """Returns the seconds until the job's last step, at its present speed; None if that is not known."""
+    speed = job.totals.steps_per_second
+    return (job.total - job.totals.step) / speed if speed and job.total > job.totals.step else None
 
 
 def totals_as_dict(totals: JobTotals) -> dict[str, Any]:
@@ -131,7 +144,19 @@ def totals_as_dict(totals: JobTotals) -> dict[str, Any]:
         "steps_per_second": round(totals.steps_per_second, 3),
         "goodput": round(totals.goodput, 4),
         "sent_bytes": dict(sorted(totals.sent_bytes.items())),
+        "operations": totals.operations,
+        "operations_per_second": round(totals.operations_per_second, 3),
+        "logged": {name: number_as_json(value) for name, value in sorted(totals.logged.items())},
+        "checkpoint_step": totals.checkpoint_step,
+        "checkpoint_ago_s": round(seconds(totals.checkpoint_ago), 3) if totals.HasField("checkpoint_ago") else None,
     }
+
+
+def number_as_json(value: float) -> float | str:
+    """Returns a number, or the name of one that JSON does not have: "NaN", "Infinity" or "-Infinity"."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[str, Any]:
@@ -160,6 +185,8 @@ def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[s
         "in_collectives_s": round(seconds(progress.in_collectives), 3),
         "speed": round(progress.speed, 3),
         "share": round(progress.share, 4),
+        "cpu": round(progress.cpu, 3) if progress.cpu else None,
+        "memory_bytes": progress.memory or None,
     }
 
 
@@ -173,6 +200,7 @@ def gone_as_dict(gone: GoneMember) -> dict[str, Any]:
         "pid": member.process.pid,
         "ago_s": round(seconds(gone.ago), 3),
         "how": gone.how,
+        "output": gone.output,
     }
 
 

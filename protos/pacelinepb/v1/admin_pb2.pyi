@@ -71,6 +71,9 @@ class JobSummary(_message.Message):
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
     REPLICA_SIZE_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name, at most 128 bytes."""
     phase: Global___JobPhase.ValueType
@@ -89,6 +92,10 @@ class JobSummary(_message.Message):
     """See `min_workers`."""
     replica_size: _builtins.int
     """Number of ranks of a replica, 1 for none. The two numbers before count replicas, all others ranks."""
+    stall: _builtins.str
+    """Whom they wait for, as a sentence of at most 300 characters; empty if the job is not stalled."""
+    total: _builtins.int
+    """Number of the last step that the job is to take; 0 if it has no loop over steps."""
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
         """For how long workers have waited without a view; absent if no worker waits for one."""
@@ -96,6 +103,10 @@ class JobSummary(_message.Message):
     @_builtins.property
     def totals(self) -> Global___JobTotals:
         """What has been counted."""
+
+    @_builtins.property
+    def stalled(self) -> _duration_pb2.Duration:
+        """For how long no member has got further, if members wait for others for longer than is usual in this job; else absent."""
 
     def __init__(
         self,
@@ -111,10 +122,13 @@ class JobSummary(_message.Message):
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
         replica_size: _builtins.int = ...,
+        stalled: _duration_pb2.Duration | None = ...,
+        stall: _builtins.str = ...,
+        total: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals", "waited", b"waited"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stalled", b"stalled", "totals", b"totals", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_workers", b"max_workers", "min_workers", b"min_workers", "name", b"name", "phase", b"phase", "reason", b"reason", "replica_size", b"replica_size", "totals", b"totals", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "max_workers", b"max_workers", "min_workers", b"min_workers", "name", b"name", "phase", b"phase", "reason", b"reason", "replica_size", b"replica_size", "stall", b"stall", "stalled", b"stalled", "total", b"total", "totals", b"totals", "waited", b"waited", "waiting", b"waiting", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +162,26 @@ class JobTotals(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LoggedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     COMMITTED_FIELD_NUMBER: _builtins.int
     UNDONE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
@@ -157,6 +191,11 @@ class JobTotals(_message.Message):
     STEPS_PER_SECOND_FIELD_NUMBER: _builtins.int
     GOODPUT_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    OPERATIONS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_AGO_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """Steps that the job has committed: each once, however many members took it."""
     undone: _builtins.int
@@ -173,9 +212,23 @@ class JobTotals(_message.Message):
     """Committed steps in a second, over the last 10 s."""
     goodput: _builtins.float
     """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it."""
+    operations: _builtins.int
+    """Collectives that the job has begun: each once, however many members call it."""
+    operations_per_second: _builtins.float
+    """Collectives in a second, over the last 10 s."""
+    checkpoint_step: _builtins.int
+    """Step of the last complete checkpoint that is known, 0 for none."""
     @_builtins.property
     def sent_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Bytes of collectives that members have sent, by kind of link; at most 9 entries."""
+
+    @_builtins.property
+    def logged(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What scripts have logged last, by name: means over the members that log the name. At most 32 entries."""
+
+    @_builtins.property
+    def checkpoint_ago(self) -> _duration_pb2.Duration:
+        """How long ago the coordinator heard of it; absent if it has heard of none since it started."""
 
     def __init__(
         self,
@@ -189,10 +242,15 @@ class JobTotals(_message.Message):
         steps_per_second: _builtins.float = ...,
         goodput: _builtins.float = ...,
         sent_bytes: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        operations: _builtins.int = ...,
+        operations_per_second: _builtins.float = ...,
+        logged: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        checkpoint_step: _builtins.int = ...,
+        checkpoint_ago: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_ago", b"checkpoint_ago"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "generations", b"generations", "goodput", b"goodput", "members_lost", b"members_lost", "samples", b"samples", "sent_bytes", b"sent_bytes", "step", b"step", "steps_per_second", b"steps_per_second", "undone", b"undone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_ago", b"checkpoint_ago", "checkpoint_step", b"checkpoint_step", "committed", b"committed", "generations", b"generations", "goodput", b"goodput", "logged", b"logged", "members_lost", b"members_lost", "operations", b"operations", "operations_per_second", b"operations_per_second", "samples", b"samples", "sent_bytes", b"sent_bytes", "step", b"step", "steps_per_second", b"steps_per_second", "undone", b"undone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -256,10 +314,15 @@ class GoneMember(_message.Message):
     AGO_FIELD_NUMBER: _builtins.int
     HOW_FIELD_NUMBER: _builtins.int
     IN_VIEW_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     how: _builtins.str
     """How, as the end of a sentence of at most 300 characters: "was killed by SIGKILL", "left the job"."""
     in_view: _builtins.bool
     """True if it had a seat in a view."""
+    output: _builtins.str
+    """The last lines that it printed, at most 2,000 bytes; empty if its launcher did not send them. Of the last 8 members
+    that have ended.
+    """
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""
@@ -275,10 +338,11 @@ class GoneMember(_message.Message):
         ago: _duration_pb2.Duration | None = ...,
         how: _builtins.str = ...,
         in_view: _builtins.bool = ...,
+        output: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ago", b"ago", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago", b"ago", "how", b"how", "in_view", b"in_view", "member", b"member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ago", b"ago", "how", b"how", "in_view", b"in_view", "member", b"member", "output", b"output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

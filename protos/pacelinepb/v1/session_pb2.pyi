@@ -33,6 +33,8 @@ class _QuestionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Question.Val
     """Its flight record."""
     QUESTION_STACKS: _Question.ValueType  # 2
     """Stacks of all threads."""
+    QUESTION_OUTPUT: _Question.ValueType  # 3
+    """The last lines of its output, as its launcher keeps them."""
 
 class Question(_Question, metaclass=_QuestionEnumTypeWrapper):
     """What an operator may ask of members."""
@@ -43,6 +45,8 @@ QUESTION_RECORDS: Question.ValueType  # 1
 """Its flight record."""
 QUESTION_STACKS: Question.ValueType  # 2
 """Stacks of all threads."""
+QUESTION_OUTPUT: Question.ValueType  # 3
+"""The last lines of its output, as its launcher keeps them."""
 Global___Question: _TypeAlias = Question  # noqa: Y015
 
 @_typing.final
@@ -413,6 +417,26 @@ class Heartbeat(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LoggedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     OPERATION_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     INSIDE_FIELD_NUMBER: _builtins.int
@@ -432,6 +456,10 @@ class Heartbeat(_message.Message):
     STATE_TIME_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    LOGGED_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     operation: _builtins.int
     """Number of the last collective that the member entered, 0 for none."""
     inside: _builtins.bool
@@ -462,6 +490,12 @@ class Heartbeat(_message.Message):
     """
     share: _builtins.float
     """Its part of a batch now, 0 to 1; 0 if it draws no samples from a sampler."""
+    total: _builtins.int
+    """Number of the last step that its loop is to take, below 2^62; 0 if it has no loop over steps."""
+    cpu: _builtins.float
+    """Processor time that it uses, in cores: 1 is all the time of one core. 0 if that is not known."""
+    memory: _builtins.int
+    """Bytes of its resident memory; 0 if that is not known."""
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Time since it entered it, or since it left the last one if it is in none."""
@@ -488,6 +522,10 @@ class Heartbeat(_message.Message):
     def state_time(self) -> _duration_pb2.Duration:
         """Time that it has spent in fetching them."""
 
+    @_builtins.property
+    def logged(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The last values that its script has logged, by name. At most 32 entries, of names of 1 to 64 bytes."""
+
     def __init__(
         self,
         *,
@@ -510,10 +548,14 @@ class Heartbeat(_message.Message):
         state_time: _duration_pb2.Duration | None = ...,
         speed: _builtins.float = ...,
         share: _builtins.float = ...,
+        total: _builtins.int = ...,
+        logged: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        cpu: _builtins.float = ...,
+        memory: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_time", b"checkpoint_time", "in_collectives", b"in_collectives", "since", b"since", "state_time", b"state_time", "step_since", b"step_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "share", b"share", "since", b"since", "speed", b"speed", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "undone", b"undone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "cpu", b"cpu", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "logged", b"logged", "memory", b"memory", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "share", b"share", "since", b"since", "speed", b"speed", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "total", b"total", "undone", b"undone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1729,6 +1771,7 @@ class ReportExitRequest(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     FOUND_GONE_FIELD_NUMBER: _builtins.int
     LAUNCH_ID_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     exit_code: _builtins.int
@@ -1737,6 +1780,8 @@ class ReportExitRequest(_message.Message):
     """True if no process saw it end, but one on its host found that it no longer exists; `exit_code` means nothing then."""
     launch_id: _builtins.str
     """Id of the process's launch, at most 64 bytes; empty if it has none, or the caller does not know it."""
+    output: _builtins.str
+    """The last lines that it printed, for people; the coordinator keeps the last 2,000 bytes. Empty if the caller has none."""
     @_builtins.property
     def process(self) -> Global___ProcessIdentity:
         """The process that ended."""
@@ -1749,10 +1794,11 @@ class ReportExitRequest(_message.Message):
         exit_code: _builtins.int = ...,
         found_gone: _builtins.bool = ...,
         launch_id: _builtins.str = ...,
+        output: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "found_gone", b"found_gone", "job", b"job", "launch_id", b"launch_id", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exit_code", b"exit_code", "found_gone", b"found_gone", "job", b"job", "launch_id", b"launch_id", "output", b"output", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
