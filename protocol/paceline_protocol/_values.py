@@ -241,6 +241,14 @@ class Counters:
     """Samples that it computes in a second now; 0 while that is not known."""
     share: float = 0.0
     """Its part of a batch now, 0 to 1."""
+    total: int = 0
+    """The last step that its loop is to take, 0 without such a loop."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """The last values that its script has logged, by name."""
+    cpu: float = 0.0
+    """Processor time that it uses now, in cores; 0 if that is not known."""
+    memory: int = 0
+    """Bytes of its memory now; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ __all__ = [
     "ERROR_DOMAIN",
     "FRAMES_VERSION",
     "MOST_KINDS",
+    "MOST_LOGGED",
+    "MOST_NAME_BYTES",
     "MOST_PIDS",
     "OLDEST_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
@@ -31,6 +33,9 @@ ERROR_DOMAIN = "paceline"
 
 MOST_KINDS = 8
 """The most kinds of links in a heartbeat (`sent_bytes`), and of one job that are counted by name."""
+
+MOST_LOGGED, MOST_NAME_BYTES = 32, 64
+"""The most values in a heartbeat that a script has logged (`logged`), and the longest name of one."""
 
 MOST_PIDS = 64
 """The most processes of its host that a member is asked to signal at one time (`AskMembersRequest.pids`)."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from paceline_protocol.coordinator import Effect, Event, JobState
-from paceline_server.tally import Happening, Histogram, Tally
+from paceline_server.measures import Histogram
+from paceline_server.tally import Happening, Tally
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,10 @@ class Observatory:
         """Returns a job's last events, oldest first; of checkpoints in a row only the last."""
         return list(self._recent.get(name, ()))
 
+    def wall_clock(self, now: float) -> float:
+        """Returns a time as seconds since 1970."""
+        return round(self._epoch + now, 3)
+
     def events(self, job: str, after: int, most: int) -> tuple[list[JobEvent], int]:
         """Returns events, oldest first, and the number of the last one that was looked at.
 
@@ -137,8 +142,7 @@ class Observatory:
 
     def _add(self, now: float, job: str, happening: Happening) -> None:
         self._number += 1
-        at = round(self._epoch + now, 3)
-        event = JobEvent(self._number, at, job, happening.kind, happening.generation, happening.text)
+        event = JobEvent(self._number, self.wall_clock(now), job, happening.kind, happening.generation, happening.text)
         self._events.append(event)
         recent = self._recent[job]
         if recent and event.kind == recent[-1].kind == "checkpoint":  # many of them would push out all others

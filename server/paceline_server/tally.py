@@ -36,7 +36,11 @@ from paceline_protocol.coordinator import (
     StreamEnded,
     ViewStored,
 )
-from pacelinepb import MOST_KINDS
+from paceline_server.history import History
+from paceline_server.measures import Histogram, Rate
+from paceline_server.stalls import Pace, who_holds_up
+from pacelinepb import MOST_KINDS, MOST_LOGGED
+from pacelinepb.status_json import HEARTBEATS
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 Use = Literal["committed", "undone", "reforming", "waiting"]
@@ -68,12 +72,6 @@ KEPT_S = 60.0
 
 MOST_GONE = 100
 """The most members that have gone that are shown."""
-
-_SPEED_S = 10.0
-"""Seconds over which steps per second are measured."""
-
-_SPEED_MARKS = 64
-"""The most moments of these that are kept, a quarter of a second apart at least."""
 
 _REASON_EVERY_S = 1.0
 """Least seconds between two events that say why a job stands where it does: 1,000 arrivals have 1,000 reasons."""
@@ -113,26 +111,6 @@ class Gone:
 
 
 @dataclass(slots=True)
-class Histogram:
-    """How often something took how many seconds."""
-
-    bounds: tuple[float, ...] = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-    counts: list[int] = field(default_factory=list)
-    """For each bound the number of values up to it and above the one before; the last one is of values above all."""
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def add(self, seconds: float) -> None:
-        """Adds a value; below 0 counts as 0."""
-        seconds = max(0.0, seconds)
-        place = next((i for i, bound in enumerate(self.bounds) if seconds <= bound), len(self.bounds))
-        self.counts[place] += 1
-        self.total += seconds
-
-
-@dataclass(slots=True)
 class _Member:
     """The tally's record of a member while its session lasts."""
 
@@ -144,6 +122,8 @@ class _Member:
     counters: Counters = field(default_factory=Counters)
     restored: bool = False
     """True until its first heartbeat if it has registered with an earlier coordinator."""
+    at: tuple[int, int] = (0, 0)
+    """The collective and the step that its last heartbeat told of."""
 
 
 class Tally:
@@ -187,7 +167,12 @@ class Tally:
         self._undone_in = -1  # the one of these whose undone step is counted
         self._live = state.live is not None
         self._restored = state.view is not None  # what its members have done so far is not known
-        self._speed: deque[tuple[float, int]] = deque([(now, 0)], maxlen=_SPEED_MARKS)
+        self._speed, self._operation_speed = Rate(now), Rate(now)
+        self.operations = self.total = 0
+        self.checkpoint_at: float | None = None
+        self.history = History()
+        self._pace = Pace(now)
+        self._logged: dict[str, Mapping[str, float]] = {}  # by member of the last view, also of those that have left
         self._reason = self._reason_told = ""
         self._reason_at = float("-inf")
 
@@ -207,10 +192,32 @@ class Tally:
 
     def steps_per_second(self, now: float) -> float:
         """Returns the committed steps of each of the last 10 s."""
-        while len(self._speed) > 1 and self._speed[1][0] < now - _SPEED_S:
-            self._speed.popleft()
-        (since, before), span = self._speed[0], now - self._speed[0][0]
-        return (self.committed - before) / max(span, 1.0) if since > now - 2 * _SPEED_S else 0.0
+        return self._speed.per_second(now)
+
+    def operations_per_second(self, now: float) -> float:
+        """Returns the collectives of each of the last 10 s."""
+        return self._operation_speed.per_second(now)
+
+    def logged(self) -> dict[str, float]:
+        """Returns what members have logged last, by name: the means over those that log the name."""
+        values: dict[str, list[float]] = {}
+        for told in self._logged.values():
+            for name, value in told.items():
+                if name in values or len(values) < MOST_LOGGED:
+                    values.setdefault(name, []).append(value)
+        return {name: sum(each) / len(each) for name, each in values.items()}
+
+    def stall(self, now: float, state: JobState) -> tuple[float, str] | None:
+        """Returns for how many seconds the job has hung, and for whom its members wait; None if it does not hang."""
+        view = state.live
+        if view is None or state.finished is not None:
+            return None
+        seconds = self._pace.stands_for(now, view.settings.failure_timeout / HEARTBEATS)
+        if seconds is None:
+            return None
+        there = (state.sessions.get(seat.member_id) for seat in view.seats)
+        text = who_holds_up(now, [session for session in there if session is not None])
+        return (seconds, text) if text else None
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -286,14 +293,37 @@ class Tally:
             return []
         before, member.counters = member.counters, event.counters
         is_first = member.restored
-        found = self._kept_by(member, before)
+        found = self._kept_by(now, member, before)
         if is_first:  # what it did before this coordinator started, the one before has counted
             before = event.counters
         self._add_up(before, event.counters, member.session.position)
         self._advanced(now, event, member, before, state)
+        self._progressed(now, event, member)
+        if self.history.is_due(now):
+            self._add_point(now)
         return found
 
-    def _kept_by(self, member: _Member, before: Counters) -> list[Happening]:
+    def _progressed(self, now: float, event: Heard, member: _Member) -> None:
+        """Takes note of how far a member is. Rank 0 counts the collectives, since all take part in each."""
+        if event.counters.logged:
+            self._logged[event.member_id] = event.counters.logged
+        self.total = event.counters.total or self.total
+        before, member.at = member.at, (event.progress.operation, event.progress.step)
+        if member.at == before:
+            return
+        is_first = member.session.rank == 0
+        self._pace.moved(now, is_first=is_first)
+        if is_first:
+            more = member.at[0] - before[0]
+            self.operations += more if more >= 0 else member.at[0]  # its numbers begin anew with each generation
+            self._operation_speed.reach(now, self.operations)
+
+    def _add_point(self, now: float) -> None:
+        values: dict[str, float] = {"step": self.step, "operations": self.operations, "goodput": self.goodput(now)}
+        values |= {f"sent_bytes/{kind}": size for kind, size in self._sent_bytes.items()}
+        self.history.add(now, values | {f"logged/{name}": value for name, value in self.logged().items()})
+
+    def _kept_by(self, now: float, member: _Member, before: Counters) -> list[Happening]:
         """Counts a checkpoint once, with the first member that has written it: each host may write one of that step."""
         counted, was_restored = member.counters, member.restored
         member.restored = False
@@ -302,6 +332,7 @@ class Tally:
         self._kept = self.checkpoint_step = counted.checkpoint_step
         if was_restored:  # the coordinator before this one has counted it
             return []
+        self.checkpoint_at = now
         seconds = counted.checkpoint_time - before.checkpoint_time
         self.checkpoint.add(seconds := max(0.0, seconds / (counted.checkpoints - before.checkpoints)))
         text = f"checkpoint of step {self.checkpoint_step} is complete, in {seconds:.1f} s"
@@ -468,6 +499,9 @@ class Tally:
         self.generations[self._why(before, new, view)] += 1
         self._void = None
         self._signs.clear()
+        self._pace.begin(now)
+        seated = {seat.member_id for seat in view.seats}
+        self._logged = {id_: told for id_, told in self._logged.items() if id_ in seated}
         for seat in view.seats:
             member = self._members.get(seat.member_id)
             if member is not None and member.joins:
@@ -516,8 +550,7 @@ class Tally:
         if step > self.step:
             self.committed += step - self.step
             self.step = step
-            if now > self._speed[-1][0] + 0.25:
-                self._speed.append((now, self.committed))
+            self._speed.reach(now, self.committed)
 
     def _happening(self, kind: str, text: str, generation: int | None = None) -> Happening:
         now_in = self._view.generation if self._view is not None else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline_server.errors import Refused
 from paceline_server.limits import Budget, Places
-from paceline_server.tally import Histogram
+from paceline_server.measures import Histogram
 
 _STALLS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

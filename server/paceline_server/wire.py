@@ -25,7 +25,7 @@ from paceline_protocol.translation import check_number
 from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.checks import MOST_VERSION
-from pacelinepb import MOST_KINDS, RELEASE
+from pacelinepb import MOST_KINDS, MOST_LOGGED, MOST_NAME_BYTES, RELEASE
 from pacelinepb.v1 import session_pb2 as pb
 
 _SHORTEST_FAILURE_TIMEOUT = 0.05
@@ -35,6 +35,9 @@ _CENTURY = 3.15e9
 
 _FASTEST = 1e18
 """Samples per second. A member that says more has told nothing."""
+
+_MOST_CORES = 1e6
+"""Cores that a member can use. One that says more has told nothing."""
 
 _TUNING = re.compile(r"([0-9a-f]{16})?")
 
@@ -206,7 +209,18 @@ def read_counters(message: pb.Heartbeat) -> Counters:
         state_time=min(max(0.0, state_time), _CENTURY),
         speed=message.speed if 0 < message.speed < _FASTEST else 0.0,
         share=message.share if 0 < message.share <= 1 else 0.0,
+        total=check_number(message.total, "heartbeat.total"),
+        logged=_read_logged(message) if message.logged else {},
+        cpu=message.cpu if 0 < message.cpu < _MOST_CORES else 0.0,
+        memory=check_number(message.memory, "heartbeat.memory"),
     )
+
+
+def _read_logged(message: pb.Heartbeat) -> dict[str, float]:
+    logged = message.logged
+    if len(logged) > MOST_LOGGED or not all(1 <= len(name.encode()) <= MOST_NAME_BYTES for name in logged):
+        raise BadRequest(f"heartbeat.logged has at most {MOST_LOGGED} names, each of 1 to {MOST_NAME_BYTES} bytes")
+    return dict(logged)
 
 
 def read_report(message: pb.Report, settings: ServerSettings) -> Report:
@@ -253,4 +267,8 @@ def write_progress(now: float, progress: Progress, counters: Counters | None = N
         state_time=to_duration(counters.state_time),
         speed=counters.speed,
         share=counters.share,
+        total=counters.total,
+        logged=counters.logged,
+        cpu=counters.cpu,
+        memory=counters.memory,
     )

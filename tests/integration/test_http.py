@@ -543,7 +543,7 @@ def test_the_metrics_reference_names_exactly_the_exported_metrics() -> None:
         async with page() as p:
             line = Line(p.channel)
             await line.begin(2)
-            await line.step(1, sent_bytes={"shm": 1}, checkpoint_failures=1)
+            await line.step(1, sent_bytes={"shm": 1}, checkpoint_failures=1, logged={"loss": 1.0})
             await p.until("/api/jobs/digits", lambda job: job["totals"]["sent_bytes"])
             names = await p.scrape()
             with_tls = "paceline_certificate_expiry_time_seconds"

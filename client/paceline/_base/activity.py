@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 from math import prod
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from paceline._base.arrays import Signature, dtype_name
 from paceline_protocol import Counters
+from pacelinepb import MOST_LOGGED, MOST_NAME_BYTES
 
 _SPEEDS = 9
 _FEWEST_SPEEDS = 3
@@ -43,7 +45,8 @@ class MemberCounters:
 
     Samples are those of its own share. `undone` counts steps that it began, `skipped` committed steps in which no
     member made an update, and `left_out` its samples in those. `waited` is seconds in collectives, of all threads;
-    `state_time` is seconds that it has spent in fetching state from other members; `share` its part of a batch, 0 to 1.
+    `state_time` is seconds that it has spent in fetching state from other members; `share` its part of a batch, 0 to 1;
+    `total` the last step that its loop is to take, 0 without one.
     """
 
     def __init__(self) -> None:
@@ -59,6 +62,8 @@ class MemberCounters:
         self._mark: float | None = None  # when the present step began; None if none has since the last meeting
         self._applied = self._passed_over = (0, 0)  # the last step that was applied, or skipped, and its samples
         self.share = 0.0
+        self.total = 0
+        self._logged: dict[str, float] = {}  # replaced as a whole
         self._trainer = 0  # the thread that begins steps
         self._trainer_waited = 0.0  # its part of `waited`
         self._after: tuple[float, float] | None = None  # when the last step was applied, and its waits until then
@@ -167,6 +172,15 @@ class MemberCounters:
         """Takes note that a checkpoint could not be written."""
         self._checkpoints = self._checkpoints._replace(failures=self._checkpoints.failures + 1)
 
+    # What the script says ---------------------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, object]) -> None:
+        """Keeps the last value of each name; raises ValueError or TypeError for a name or a value that cannot be."""
+        logged = self._logged | {_checked_name(name): _checked_value(name, value) for name, value in values.items()}
+        if len(logged) > MOST_LOGGED:
+            raise ValueError(f"a worker can log at most {MOST_LOGGED} names, not {len(logged)}: {', '.join(logged)}")
+        self._logged = logged
+
     # Bytes ------------------------------------------------------------------------------------------------------------
 
     def state_received(self, size: int) -> None:
@@ -206,13 +220,16 @@ class MemberCounters:
             state_time=self.state_time,
             speed=self.speed,
             share=self.share,
+            total=self.total,
+            logged=self._logged,
         )
         return self._told
 
 
 def counted_since(start: Counters, now: Counters) -> Counters:
     """Returns what was counted between two calls of `MemberCounters.read`."""
-    return Counters(
+    return replace(
+        now,
         committed=now.committed - start.committed,
         undone=now.undone - start.undone,
         samples=now.samples - start.samples,
@@ -224,9 +241,20 @@ def counted_since(start: Counters, now: Counters) -> Counters:
         checkpoint_time=now.checkpoint_time - start.checkpoint_time,
         state_bytes=now.state_bytes - start.state_bytes,
         state_time=now.state_time - start.state_time,
-        speed=now.speed,
-        share=now.share,
     )
+
+
+def _checked_name(name: str) -> str:
+    if not (1 <= len(name.encode()) <= MOST_NAME_BYTES and name.isprintable()):
+        raise ValueError(f"the name of a logged value has 1 to {MOST_NAME_BYTES} bytes to print, not {name[:80]!r}")
+    return name
+
+
+def _checked_value(name: str, value: object) -> float:
+    try:
+        return float(value.item() if hasattr(value, "item") else value)  # type: ignore[arg-type]  # also of a tensor
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is no number that can be logged, but {type(value).__name__}") from None
 
 
 def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

@@ -322,6 +322,26 @@ class Session(abc.ABC):
             raise errors.StepOrderError("session.stop() ends the loop over session.steps(), and none is running")
         self._line.stop()
 
+    def log(self, **values: float) -> None:
+        """Shows values of this worker on the page, and in `paceline status`, `/metrics` and `stats`; no collective.
+
+            session.log(loss=loss.item(), lr=scheduler.get_last_lr()[0])
+
+        The last value of each name counts, until the same name is logged again. It travels with the next heartbeat,
+        some times a second. What is shown is the mean over the workers that log the name. A step that is undone and run
+        again logs again.
+
+        Args:
+            values: numbers, or what `float` takes, by name; for other names `session.log(**{"val/loss": 0.3})`. A
+                tensor on a GPU is waited for.
+
+        Raises:
+            TypeError: a value is no number.
+            ValueError: a name is too long (64 bytes), or has characters that cannot be printed, or this worker has
+                logged more than 32 names.
+        """
+        self.group._core.counters.log(values)
+
     def stats(self) -> dict[str, float]:
         """Returns what this worker has counted since it joined, in one flat dict of numbers, as loggers take it.
 
@@ -341,7 +361,8 @@ class Session(abc.ABC):
             written, `checkpoint_step`: step of the last one, `checkpoint_seconds`: seconds that all of them took,
             `checkpoint_failures`: checkpoints that it could not write (the lowest rank of each host writes; a sharded
             state counts at rank 0); `state_bytes` and `state_seconds`: what it has fetched of the training state from
-            other workers, and how long that took; `generation`, `rank` and `size`: its place in the current view,
+            other workers, and how long that took; `logged/NAME`: what `log` was given last; `generation`, `rank` and
+            `size`: its place in the current view,
             without `rank` while it is in none. A step counts as committed once the next one has begun, so right after
             its block `steps` is one less than `step.number`. None of the sums ever falls.
         """
@@ -366,6 +387,7 @@ class Session(abc.ABC):
             "checkpoint_seconds": counted.checkpoint_time,
             "state_bytes": counted.state_bytes,
             "state_seconds": counted.state_time,
+            **{f"logged/{name}": value for name, value in counted.logged.items()},
             "generation": self.generation,
             "size": len(self.members),
             **({"rank": group.rank} if self.members else {}),

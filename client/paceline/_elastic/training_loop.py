@@ -102,6 +102,7 @@ class TrainingLoop:
         self._recovery = StateRecovery(job_line, member, state, saver)
         self._meeting_wait = MeetingWait(job_line, member, self._send_meet)
         self._counters = job_line.group._core.counters
+        self._counters.total = total
         self._pace = Pace(job_line, state, balance)
         self._committed = member.held.step if member.held is not None else 0
         self._failures = FailedAttempts()

@@ -20,6 +20,7 @@ from paceline._base.activity import counted_since
 from paceline._base.addresses import CoordinatorAddresses, is_exhausted, parse_endpoint
 from paceline._base.proofs import DoorKey
 from paceline._base.rpc import duration
+from paceline._base.usage import ProcessUsage
 from paceline._base.waits import LoopThread
 from paceline._group import Group
 from paceline._links.fault import Suspicion, error_of
@@ -103,6 +104,7 @@ class MemberConnection:
         self.generations = Generations(wanted.job, config, thread, self.credentials, self.door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
         self._counted_before = Counters()  # as an earlier member
+        self._usage = ProcessUsage()
 
     @property
     def mesh(self) -> GrpcMesh | NoMesh:
@@ -368,8 +370,9 @@ class MemberConnection:
 
     def heartbeat(self) -> pb.Heartbeat:
         """Makes the next heartbeat."""
+        usage = pb.Heartbeat(cpu=self._usage.cores(), memory=self._usage.memory())
         if self.generations.mesh is None:
-            return pb.Heartbeat()
+            return usage
         progress, doing = self.group._core.progress(), ""
         if progress.inside:
             signature = self.group._core.recorder.find(self.group.generation, "", progress.operation)
@@ -395,6 +398,10 @@ class MemberConnection:
             state_time=duration(counters.state_time),
             speed=counters.speed,
             share=counters.share,
+            total=counters.total,
+            logged=counters.logged,
+            cpu=usage.cpu,
+            memory=usage.memory,
         )
 
     def _counted(self) -> Counters:

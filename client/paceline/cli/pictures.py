@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline._base.terminal import printable
-from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, stragglers
+from pacelinepb.status_json import HEARTBEATS, phase_name, seconds, seconds_left, stragglers
 from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobSummary, JobTotals, MemberStatus
 from pacelinepb.v1.session_pb2 import Heartbeat
 
-PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue"}
+PHASE_STYLE = {"running": "green", "waiting": "yellow", "void": "red", "finished": "blue", "stalled": "yellow"}
 
 _NOTABLE_S = 1.0
 """Least seconds in one operation, or of silence, after which a member is shown as waiting or silent. Two heartbeats are
@@ -29,13 +29,13 @@ def jobs_picture(jobs: Sequence[JobSummary], trouble: str = "") -> RenderableTyp
     parts: list[RenderableType] = [_trouble(trouble)] if trouble else []
     if not jobs:
         return Group(*parts) if parts else Text("The coordinator knows no job yet.")
-    table = _table("job", "phase", "workers", "step", "steps/s", "lost", "why")
+    table = _table("job", "phase", "workers", "step", "rate", "lost", "why")
     for job in jobs:
         table.add_row(
             _plain(job.name),
-            _phase(job),
+            phase_text(job),
             _workers(job),
-            str(job.totals.step or "-"),
+            _step(job),
             _rate(job.totals),
             str(job.totals.members_lost),
             _plain(why_text(job)),
@@ -51,23 +51,35 @@ def job_picture(
     `trouble` is a sentence for the top, such as that the answer is old. Of more than so many members, those that are
     well are left out.
     """
-    job, totals = detail.summary, detail.totals
+    job, totals = detail.summary, detail.summary.totals
     head = Text.assemble(
-        ("job ", "dim"), (printable(job.name), "bold"), "  ", _phase(job), ("  generation ", "dim"), str(job.generation)
+        ("job ", "dim"),
+        (printable(job.name), "bold"),
+        "  ",
+        phase_text(job),
+        ("  generation ", "dim"),
+        str(job.generation),
     )
     head.append_text(Text.assemble(("  workers ", "dim"), _workers(job)))
     if job.waiting:
         head.append(f", {job.waiting} wait{'s' if job.waiting == 1 else ''}")
-    counts = Text.assemble(
-        ("step ", "dim"), str(totals.step or "-"), ("  steps/s ", "dim"), _rate(totals), ("  lost ", "dim")
-    )
+    counts = Text.assemble(("step ", "dim"), _step(job), "  ", _rate(totals))
+    if (left := seconds_left(job)) is not None:
+        counts.append(f"  {_about(left)} left")
+    counts.append_text(Text.assemble(("  lost ", "dim")))
     counts.append(str(totals.members_lost), style="red" if totals.members_lost else "")
     counts.append_text(Text.assemble(("  undone ", "dim"), str(totals.undone), ("  goodput ", "dim")))
     counts.append(f"{totals.goodput:.1%}" if totals.goodput else "-")
+    if totals.checkpoint_step:
+        counts.append_text(Text.assemble(("  checkpoint ", "dim"), str(totals.checkpoint_step)))
+        if totals.HasField("checkpoint_ago"):
+            counts.append(f", {_about(seconds(totals.checkpoint_ago))} ago")
+    for name, value in sorted(totals.logged.items()):
+        counts.append_text(Text.assemble((f"  {printable(name)} ", "dim"), f"{value:.4g}"))
     parts: list[RenderableType] = [_trouble(trouble)] if trouble else []
     parts += [head, counts]
     if why_text(job):
-        parts.append(_plain(why_text(job)))
+        parts.append(Text(printable(why_text(job)), "bold yellow" if job.stall else "", overflow="fold"))
     if detail.HasField("verdict"):
         parts.append(Text(f"generation {detail.verdict.generation} ended: {printable(detail.verdict.text)}", "red"))
     if detail.members or detail.gone:
@@ -149,16 +161,19 @@ def _members(detail: GetJobResponse, most: int | None) -> RenderableType:
         left_out = len(rows) - room
         rows = rows[:room]
     shows_speeds = any(status.progress.speed for status in detail.members)
-    table = _table("rank", "host", "pid", "step", *(("samples/s", "share") if shows_speeds else ()), "state")
+    shows_usage = any(status.progress.memory for status in detail.members)
+    extra = (*(("samples/s", "share") if shows_speeds else ()), *(("cores", "memory") if shows_usage else ()))
+    table = _table("rank", "host", "pid", "step", *extra, "state")
     for status, text, style in rows:
         process, step = status.member.process, step_of(status, detail, behind.get(status.member.member_id))
         rank = _rank(status, detail.summary.replica_size)
         speeds = _speed_and_share(status.progress) if shows_speeds else ()
-        table.add_row(rank, _plain(process.host), str(process.pid), step, *speeds, Text(text, style))
+        usage = _cores_and_memory(status.progress) if shows_usage else ()
+        table.add_row(rank, _plain(process.host), str(process.pid), step, *speeds, *usage, Text(text, style))
     for ended in gone:
         process = ended.member.process
         rank = _rank(ended, detail.summary.replica_size)
-        dashes = ("-", "-") if shows_speeds else ()
+        dashes = ("-",) * len(extra)
         how = Text(_gone_text(ended), "red")
         table.add_row(rank, _plain(process.host), str(process.pid), "-", *dashes, how, style="dim")
     return Group(table, Text(f"and {left_out} more", "dim")) if left_out > 0 else table
@@ -170,8 +185,19 @@ def _speed_and_share(progress: Heartbeat) -> tuple[str, str]:
     return speed if progress.speed else "-", f"{progress.share:.1%}" if progress.share else "-"
 
 
+def _cores_and_memory(progress: Heartbeat) -> tuple[str, str]:
+    """Writes the processor time and the memory that a member uses."""
+    memory = progress.memory / 1e9
+    return (
+        f"{progress.cpu:.1f}" if progress.cpu else "-",
+        "-" if not memory else f"{memory:.1f} GB" if memory >= 1 else f"{1000 * memory:.0f} MB",
+    )
+
+
 def why_text(job: JobSummary) -> str:
-    """Returns the coordinator's sentence about a job, and for how long it has been true if the job waits."""
+    """Returns the coordinator's sentence about a job, and for how long it has been true if the job waits or hangs."""
+    if job.stall:
+        return f"stalled for {seconds(job.stalled):.0f} s: {job.stall}"
     return f"{job.reason}; for {seconds(job.waited):.0f} s now" if job.HasField("waited") else job.reason
 
 
@@ -194,7 +220,7 @@ def _table(*columns: str) -> Table:
     """Makes a table without lines, whose cells go on in the next row instead of being cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
-        number = name in ("rank", "pid", "step", "samples/s", "share", "steps/s", "lost")
+        number = name in ("rank", "pid", "step", "samples/s", "share", "cores", "memory", "rate", "lost")
         table.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number)
     return table
 
@@ -204,8 +230,10 @@ def _plain(text: str) -> Text:
     return Text(printable(text), overflow="fold")
 
 
-def _phase(job: JobSummary) -> Text:
-    return Text(phase_name(job), PHASE_STYLE.get(phase_name(job), ""))
+def phase_text(job: JobSummary) -> Text:
+    """Returns a job's phase in its colour; a job that hangs is "stalled"."""
+    name = "stalled" if job.stall else phase_name(job)
+    return Text(name, PHASE_STYLE.get(name, ""))
 
 
 def _workers(job: JobSummary) -> str:
@@ -218,8 +246,26 @@ def _workers(job: JobSummary) -> str:
     return f"{job.world_size} ({bounds})"
 
 
+def _step(job: JobSummary) -> str:
+    step = job.totals.step
+    return "-" if not step else f"{step} of {job.total}" if job.total else str(step)
+
+
 def _rate(totals: JobTotals) -> str:
-    return f"{totals.steps_per_second:.1f}" if totals.steps_per_second else "-"
+    """Writes steps in a second; of a job without steps, collectives in a second."""
+    if totals.steps_per_second:
+        return f"{totals.steps_per_second:.1f} steps/s"
+    if totals.step or not totals.operations_per_second:
+        return "-"
+    return f"{totals.operations_per_second:.0f} operations/s"
+
+
+def _about(seconds_: float) -> str:
+    """Writes a time in the largest unit of which there are two."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds_ >= 2 * size:
+            return f"{seconds_ / size:.0f} {unit}"
+    return f"{seconds_:.0f} s"
 
 
 def _trouble(text: str) -> Text:

@@ -11,8 +11,8 @@ from rich.text import Text
 from paceline.cli.access import coordinator_address
 from paceline.cli.admin import coordinator_of, get_job, list_all
 from paceline.cli.output import print_json
-from paceline.cli.pictures import PHASE_STYLE, job_picture, why_text
-from pacelinepb.status_json import detail_as_dict, job_as_dict, phase_name
+from paceline.cli.pictures import job_picture, phase_text, why_text
+from pacelinepb.status_json import detail_as_dict, job_as_dict
 from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
 
 
@@ -46,10 +46,9 @@ def jobs_table(jobs: list[JobSummary]) -> Table:
     """Makes a table of jobs, one in each row."""
     table = Table("job", "phase", "generation", "workers", "waiting", "why")
     for job in jobs:
-        phase = Text(phase_name(job), style=PHASE_STYLE.get(phase_name(job), ""))
         # Text, not str: a job may be called "[bold]".
         row = (str(job.generation), str(job.world_size), str(job.waiting), Text(why_text(job)))
-        table.add_row(Text(job.name), phase, *row)
+        table.add_row(Text(job.name), phase_text(job), *row)
     return _whole(table)
 
 

@@ -230,6 +230,8 @@ class AdminHandlers(AdminServiceServicer):
     def _summary(self, membership: Membership) -> pb.JobSummary:
         now, state = self._now(), membership.state
         concerned = state.concerned()
+        tally = self._dispatcher.observatory.tally(now, state.name)
+        stall = None if tally is None else tally.stall(now, state)
         return pb.JobSummary(
             name=state.name,
             phase=phase_of(state),
@@ -238,10 +240,13 @@ class AdminHandlers(AdminServiceServicer):
             waiting=sum(session.standing is Standing.CANDIDATE for session in state.sessions.values()),
             reason=membership.decision.reason,
             waited=None if membership.waits_since is None else wire.to_duration(now - membership.waits_since),
-            totals=_totals(now, self._dispatcher.observatory.tally(now, state.name)),
+            totals=_totals(now, tally),
             min_workers=concerned[0].settings.min_workers if concerned else 0,
             max_workers=concerned[0].settings.max_workers if concerned else 0,
             replica_size=concerned[0].settings.replica_size if concerned else 1,
+            stalled=None if stall is None else wire.to_duration(stall[0]),
+            stall="" if stall is None else stall[1],
+            total=0 if tally is None else tally.total,
         )
 
     def _leader(self) -> pb.Leader | None:
@@ -274,6 +279,11 @@ def _totals(now: float, tally: Tally | None) -> pb.JobTotals:
         steps_per_second=tally.steps_per_second(now),
         goodput=tally.goodput(now),
         sent_bytes={kind: min(size, _MOST_SUM) for kind, size in tally.sent_bytes.items()},
+        operations=min(tally.operations, _MOST_SUM),
+        operations_per_second=tally.operations_per_second(now),
+        logged=tally.logged(),
+        checkpoint_step=tally.checkpoint_step,
+        checkpoint_ago=None if tally.checkpoint_at is None else wire.to_duration(now - tally.checkpoint_at),
     )
 
 

@@ -14,8 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from paceline_protocol.coordinator import Session, spares
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.keeper import Job
+from paceline_server.measures import Histogram
 from paceline_server.services.admin import phase_of, standing_of
-from paceline_server.tally import CHANGE_REASONS, LOSSES, USES, Histogram, Tally
+from paceline_server.tally import CHANGE_REASONS, LOSSES, USES, Tally
 from pacelinepb.v1.admin_pb2 import JobPhase
 
 MOST_JOBS = 100
@@ -66,6 +67,11 @@ class JobCollector:
         least = GaugeMetricFamily("paceline_job_workers_min", "The least workers to begin with.", labels=["job"])
         most = GaugeMetricFamily("paceline_job_workers_max", "The most workers.", labels=["job"])
         step = GaugeMetricFamily("paceline_job_step", "The last committed step that is known.", labels=["job"])
+        stalled = GaugeMetricFamily(
+            "paceline_job_stalled_seconds",
+            "For how long nobody has got further while members wait for others; 0 while that is no more than usual.",
+            labels=["job"],
+        )
         waiting = GaugeMetricFamily(
             "paceline_job_waiting_seconds",
             "For how long workers have waited for a generation; 0 while none has to.",
@@ -87,7 +93,9 @@ class JobCollector:
                 least.add_metric([name], concerned[0].settings.min_workers)
                 most.add_metric([name], concerned[0].settings.max_workers)
             waiting.add_metric([name], 0.0 if since is None else self._now - since)
-        yield from (phase, generation, workers, least, most, step, waiting)
+            stall = tally.stall(self._now, state)
+            stalled.add_metric([name], 0.0 if stall is None else stall[0])
+        yield from (phase, generation, workers, least, most, step, waiting, stalled)
 
     def _standings(self, job: Job) -> dict[str, int]:
         counts = dict.fromkeys(_STANDINGS, 0)
@@ -141,7 +149,18 @@ class JobCollector:
             failures.add_metric([name], tally.checkpoint_failures)
             last.add_metric([name], tally.checkpoint_step)
         yield from (failures, last)
+        operations = CounterMetricFamily(
+            "paceline_operations", "Collectives: each once, however many members call it.", labels=["job"]
+        )
+        logged = GaugeMetricFamily(
+            "paceline_logged",
+            "What scripts have logged last (session.log): means over the members that log the name.",
+            labels=["job", "name"],
+        )
         for name, _, tally in shown:
+            operations.add_metric([name], tally.operations)
+            for what, value in tally.logged().items():
+                logged.add_metric([name, what], value)
             steps.add_metric([name, "committed"], tally.committed)
             steps.add_metric([name, "undone"], tally.undone)
             uses = tally.seconds(self._now)
@@ -158,7 +177,7 @@ class JobCollector:
             waited.add_metric([name], tally.waited)
             fetched.add_metric([name], tally.state_bytes)
             fetching.add_metric([name], tally.state_time)
-        yield from (steps, seconds, samples, generations, lost, sent, waited, fetched, fetching)
+        yield from (steps, seconds, samples, generations, lost, sent, waited, fetched, fetching, operations, logged)
         for metric, text in (
             ("detection", "From the first sign that a member was lost to the verdict."),
             ("recovery", "From that sign to the next committed step."),

@@ -43,6 +43,7 @@ from paceline_server.errors import (
     Refused,
     Unauthenticated,
 )
+from paceline_server.history import history_as_dict
 from paceline_server.keeper import Keeper
 from paceline_server.limits import Pacers, payer, peer_of
 from paceline_server.process_limits import usable_bytes
@@ -158,6 +159,7 @@ class Routes:
         app.router.add_get("/api/stream", self._stream)
         app.router.add_get("/api/jobs/{name}", self._job)  # a slash in a name comes as %2F
         app.router.add_get("/api/jobs/{name}/events", self._events)
+        app.router.add_get("/api/jobs/{name}/history", self._history)
         app.router.add_post("/api/jobs/{name}/drain", self._drain)
         return app
 
@@ -341,7 +343,22 @@ class Routes:
             if members and len(members) % AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
             members.append(member)
-        return detail_as_dict(detail, members)
+        return {"at": self._dispatcher.observatory.wall_clock(self._now()), **detail_as_dict(detail, members)}
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _history(self, request: web.Request) -> web.Response:
+        name, observatory = await self._named(request), self._dispatcher.observatory
+
+        async def build() -> bytes:
+            tally = observatory.tally(self._now(), name)
+            if tally is None:
+                raise NotFound(f"nothing is known of the course of a job {name!r}")
+            return _dump(history_as_dict(tally.history, observatory.wall_clock))
+
+        return _json(await self._shared(("history", name), build))
 
     async def _events(self, request: web.Request) -> web.Response:
         name = await self._named(request)

@@ -46,9 +46,13 @@ def test_job_as_dict_of_a_running_job() -> None:
         "waiting": 1,
         "reason": "4 of at most 4 workers are in the view",
         "waited_s": None,
+        "stalled_s": None,
+        "stall": "",
         "min_workers": 0,
         "max_workers": 0,
         "replica_size": 1,
+        "total": None,
+        "left_s": None,
         "totals": {
             "committed": 0,
             "undone": 0,
@@ -59,6 +63,11 @@ def test_job_as_dict_of_a_running_job() -> None:
             "steps_per_second": 0.0,
             "goodput": 0.0,
             "sent_bytes": {},
+            "operations": 0,
+            "operations_per_second": 0.0,
+            "logged": {},
+            "checkpoint_step": 0,
+            "checkpoint_ago_s": None,
         },
     }
 
@@ -90,6 +99,8 @@ def test_a_member_has_a_rank_only_in_a_view(in_view: bool, rank: int | None) -> 
         "in_collectives_s": 0.0,
         "speed": 0.0,
         "share": 0.0,
+        "cpu": None,
+        "memory_bytes": None,
     }
 
 

@@ -199,3 +199,34 @@ def test_escape_sequences_in_names_are_not_printed() -> None:
     text = drawn(job_picture(detail))
     assert "\x1b" not in text
     assert "[bold]" in text
+
+
+def test_a_job_that_hangs_says_so_instead_of_running() -> None:
+    hanging = job(member(0), member(1))
+    hanging.summary.stall = "rank 1 (host-b) has not entered all_reduce 200"
+    hanging.summary.stalled.FromSeconds(5)
+    for picture in (job_picture(hanging), jobs_picture([hanging.summary])):
+        text = " ".join(drawn(picture, 160).split())
+        assert "stalled for 5 s: rank 1 (host-b) has not entered all_reduce 200" in text
+        assert "running" not in text
+
+
+def test_progress_checkpoints_and_logged_values_are_shown_once_there_are_any() -> None:
+    training = job(member(0, cpu=1.44, memory=2_340_000_000), member(1))
+    assert "left" not in drawn(job_picture(training), 160)
+    training.summary.total = 200_000
+    training.summary.totals.MergeFrom(
+        admin_pb2.JobTotals(checkpoint_step=123_000, logged={"loss": 0.123456, "lr": float("nan")})
+    )
+    training.summary.totals.checkpoint_ago.FromSeconds(150)
+    text = drawn(job_picture(training), 200)
+    assert "step 123456 of 200000  12.3 steps/s  103 min left" in text
+    assert "checkpoint 123000, 2 min ago  loss 0.1235  lr nan" in text
+    assert "1.4" in text
+    assert "2.3 GB" in text
+
+
+def test_a_job_without_steps_shows_its_collectives() -> None:
+    plain = job(member(0))
+    plain.summary.totals.CopyFrom(admin_pb2.JobTotals(operations=1000, operations_per_second=78.9))
+    assert "79 operations/s" in drawn(job_picture(plain), 160)

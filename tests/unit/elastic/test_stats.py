@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from unit.elastic.solo import ENVIRONMENT, Training, fail, writing_at_once
 
@@ -214,3 +215,32 @@ def test_stats_have_the_speed_and_share_of_a_worker() -> None:
         stats = session.stats()
     assert stats["share"] == 1.0
     assert 0.0 < stats["speed"] < float("inf")
+
+
+def test_logged_values_are_in_the_stats() -> None:
+    with paceline.join() as session:
+        session.log(loss=np.float32(0.5), lr=0.1)
+        session.log(loss=np.array([0.25]), **{"val/accuracy": 1})
+        stats = session.stats()
+        assert {name: stats[name] for name in stats if name.startswith("logged/")} == {
+            "logged/loss": 0.25,
+            "logged/lr": 0.1,
+            "logged/val/accuracy": 1.0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "words"),
+    [
+        ({"loss": "low"}, TypeError, "loss is no number that can be logged, but str"),
+        ({"loss": np.zeros(2)}, TypeError, "loss is no number that can be logged, but ndarray"),
+        ({"n" * 65: 1.0}, ValueError, "has 1 to 64 bytes"),
+        ({"a\nb": 1.0}, ValueError, "bytes to print"),
+        ({f"n{number}": 1.0 for number in range(33)}, ValueError, "at most 32 names, not 33"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(values: dict[str, float], kind: type[Exception], words: str) -> None:
+    with paceline.join() as session:
+        with pytest.raises(kind, match=words):
+            session.log(**values)
+        assert not any(name.startswith("logged/") for name in session.stats())

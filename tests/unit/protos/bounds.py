@@ -14,7 +14,7 @@ from paceline._links.base import MAX_GROUP_NAME
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_knock import MAX_ADDRESS_BYTES
 from paceline_server.settings import ServerSettings
-from pacelinepb import MOST_KINDS, MOST_PIDS
+from pacelinepb import MOST_KINDS, MOST_LOGGED, MOST_NAME_BYTES, MOST_PIDS
 from pacelinepb.bounds import MOST
 from pacelinepb.pieces import cut
 from pacelinepb.v1 import admin_pb2, peer_pb2, session_pb2, store_pb2
@@ -44,6 +44,8 @@ ELSEWHERE = {
     "FramesRequest.signature": MAX_SIGNATURE_BYTES,
     "GetRequest.key": SETTINGS.max_key_bytes,
     "Heartbeat.doing": 64,
+    "Heartbeat.logged": MOST_LOGGED,
+    "Heartbeat.logged[]": MOST_NAME_BYTES,
     "Heartbeat.sent_bytes": MOST_KINDS,
     "Heartbeat.sent_bytes[]": 16,
     "HelloRequest.group": MAX_GROUP_NAME,

@@ -54,7 +54,7 @@ def test_each_request_field_has_a_known_bound() -> None:
 @pytest.mark.parametrize("field", REQUESTS)
 def test_the_comment_of_a_field_states_its_bound(field: str) -> None:
     most = BOUNDS[field]
-    words = {1 << 20: "1 MiB", MAX_FRAME_BYTES: "4 MiB", 32: "(32 bytes|SHA-256)"}.get(most, f"{most:,}")
+    words = {1 << 20: "1 MiB", MAX_FRAME_BYTES: "4 MiB", 32: "(32 bytes|32 entries|SHA-256)"}.get(most, f"{most:,}")
     assert re.search(rf"\b{words}\b", comments()[field.removesuffix("[]")])
 
 

@@ -97,8 +97,8 @@ WRAPPER = "backward clip_grad_norm drop_gradients forward group module named_buf
 PUBLIC = {
     "Group": f"{COLLECTIVES} {OF_OBJECTS} reduce_scatter scatter shift send recv bytes_sent close empty generation "
     "global_rank group_rank hand_over members rank ranks size split split_by_host subgroup",
-    "Session": "barrier batches close generation group job leave members on_commit on_view rank replica replicas retry "
-    "size stats steps stop store",
+    "Session": "barrier batches close generation group job leave log members on_commit on_view rank replica replicas "
+    "retry size stats steps stop store",
     "Step": "applied attempt cause count entered generation indices keep_copy keeps_copy kept_microbatches left "
     "lr_scale microbatches number rank rng rng_for sampler samples shares skip skipped weight world",
     "TrainState": "fingerprint is_whole load_state_dict receipts sampler state_dict step",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from unit.server.watched_job import WatchedJob
 
 from paceline_protocol import Counters, Meet, Process, Progress, Tag
 from paceline_protocol.coordinator import (
@@ -18,75 +19,13 @@ from paceline_protocol.coordinator import (
     MetOthers,
     RestartAsked,
 )
+from paceline_server.history import MOST_POINTS
 from paceline_server.observatory import MOST_EVENTS, SHOWN_EVENTS, Observatory
 from paceline_server.tally import Happening, Tally
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
 PEER_LOST = ErrorReason.ERROR_REASON_PEER_LOST
-
-
-class WatchedJob(PureJob):
-    """A job with its tally. Begins with a view of workers that have compared their states, at step `base`."""
-
-    def __init__(self, world: int, *, least: int = 1, most: int = 9, base: int = 0) -> None:
-        super().__init__()
-        self.tally = Tally(self.now, self.state)
-        self.events: list[tuple[str, str]] = []
-        self._falls: dict[str, float] = {}
-        decide = self.membership.handle
-
-        def handle(now: float, event: Event) -> list[Any]:
-            effects = decide(now, event)
-            for happening in self.tally.saw(now, event, effects, self.state):
-                self.events.append((happening.kind, happening.text))
-            self._check()
-            return effects
-
-        self.membership.handle = handle  # type: ignore[method-assign]
-        self.members = [self.join(least, most) for _ in range(world)]
-        self.pass_time(0.3)
-        for member in self.members:  # 0.02 s ago their first view has formed
-            self.do(MetOthers(member, Meet(1, Tag(bool(base), base), False)))
-        assert self.state.live is not None
-        assert self.state.live.base is not None
-        self.base = self.state.live.base.step
-
-    def _check(self) -> None:
-        """No counter falls."""
-        tally = self.tally
-        counters = {**tally.seconds(self.now), "committed steps": tally.committed, "samples": tally.samples}
-        counters |= {"checkpoints": tally.checkpoint.total, "checkpoint failures": tally.checkpoint_failures}
-        counters |= tally.losses(self.now) | {"lost": tally.members_lost}
-        counters |= {f"sent {kind}": size for kind, size in tally.sent_bytes.items()}
-        assert {
-            name: counters[name] for name, value in self._falls.items() if counters.get(name, 0) < value - 1e-9
-        } == {}
-        self._falls = counters
-
-    def step(self, member: str, number: int, after: float = 1.0, **counters: Any) -> None:
-        """The word of a step completes after some seconds, and a heartbeat says so at once."""
-        self.now += after
-        self.do(Heard(member, Progress(1, self.now, False, number, self.now), Counters(**counters)))
-
-    def stop(self, members: list[str], step: int, **meet: Any) -> None:
-        """Members have stopped after a step."""
-        generation = self.state.view.generation if self.state.view is not None else 0
-        for member in members:
-            self.do(MetOthers(member, Meet(generation, Tag(generation, step), True, **meet)))
-
-    def kill(self, number: int) -> None:
-        """The worker that came as this one is killed, and its launcher says so."""
-        self.do(ExitReported(Process(f"host-{number}", 1000 + number), -9))
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The seconds so far, without uses that have none."""
-        return {use: round(seconds, 6) for use, seconds in self.tally.seconds(self.now).items() if seconds}
-
-    def told(self, kind: str) -> list[str]:
-        """The sentences of the events of a kind."""
-        return [text for each, text in self.events if each == kind]
 
 
 def test_seconds_between_steps_count_as_committed() -> None:
@@ -430,7 +369,8 @@ def test_a_tally_takes_bounded_memory() -> None:
     job = WatchedJob(2)
     for number in range(1, 500):
         job.step(job.members[0], number)
-    assert len(job.tally._speed) == 64
+    assert len(job.tally._speed._marks) == 64
+    assert len(job.tally.history.times) <= MOST_POINTS
     for _ in range(150):
         job.kill(len(job.members))
         job.members.append(job.join(1, 9))

@@ -1,5 +1,7 @@
 """What is read from the wire goes to terminals and logs."""
 
+from typing import Any
+
 import pytest
 
 from paceline_protocol import Counters
@@ -23,9 +25,11 @@ def test_heartbeat_counters_and_progress_round_trip() -> None:
     beat.state_bytes = 4096
     beat.state_time.FromMilliseconds(250)
     beat.speed, beat.share = 812.5, 0.25
+    beat.MergeFrom(pb.Heartbeat(total=1000, logged={"loss": 0.5}, cpu=1.5, memory=1 << 30))
     beat.doing = "all_reduce\x1b[2J" + "x" * 100
     counters = wire.read_counters(beat)
-    assert counters == Counters(3, 1, 64, {"shm": 7, "tcp": 0}, 1.5, 100, 2, 1, 0.8, 4096, 0.25, 812.5, 0.25)
+    said: dict[str, Any] = {"total": 1000, "logged": {"loss": 0.5}, "cpu": 1.5, "memory": 1 << 30}
+    assert counters == Counters(3, 1, 64, {"shm": 7, "tcp": 0}, 1.5, 100, 2, 1, 0.8, 4096, 0.25, 812.5, 0.25, **said)
     progress = wire.read_progress(0.0, beat)
     assert progress.doing.startswith("all_reduce [2J")
     assert len(progress.doing) == 64
@@ -35,12 +39,13 @@ def test_heartbeat_counters_and_progress_round_trip() -> None:
     assert told.checkpoint_time == beat.checkpoint_time
     assert (told.state_bytes, told.state_time) == (4096, beat.state_time)
     assert (told.speed, told.share) == (812.5, 0.25)
+    assert (told.total, dict(told.logged), told.cpu, told.memory) == (1000, {"loss": 0.5}, 1.5, 1 << 30)
 
 
 @pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf"), 1e30])
 def test_impossible_speeds_and_shares_count_as_not_known(odd: float) -> None:
-    counters = wire.read_counters(pb.Heartbeat(speed=odd, share=odd))
-    assert (counters.speed, counters.share) == (0.0, 0.0)
+    counters = wire.read_counters(pb.Heartbeat(speed=odd, share=odd, cpu=odd))
+    assert (counters.speed, counters.share, counters.cpu) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,11 @@ def test_impossible_speeds_and_shares_count_as_not_known(odd: float) -> None:
         pb.Heartbeat(checkpoints=1 << 62),
         pb.Heartbeat(checkpoint_failures=1 << 62),
         pb.Heartbeat(sent_bytes={"shm": 1 << 62}),
+        pb.Heartbeat(total=1 << 62),
+        pb.Heartbeat(memory=1 << 62),
+        pb.Heartbeat(logged={"": 1.0}),
+        pb.Heartbeat(logged={"é" * 33: 1.0}),
+        pb.Heartbeat(logged={f"name{number}": 1.0 for number in range(33)}),
         pb.Heartbeat(sent_bytes={"": 1}),
         pb.Heartbeat(sent_bytes={'shm",job="x': 1}),
         pb.Heartbeat(sent_bytes={"k" * 17: 1}),
