@@ -215,8 +215,9 @@ class MemberConnection:
 
     def on_ended(self, error: errors.PacelineError) -> None:
         """Ends what needs the session, which the coordinator has ended, or which has no coordinator any more."""
-        if isinstance(error, errors.ReplicaLost) and self.wanted.mates is not None:
-            self.wanted.mates.end(error)
+        over = self.first_view.is_over and not isinstance(error, errors.OrphanedError)
+        if (over or isinstance(error, errors.ReplicaLost)) and self.wanted.mates is not None:
+            self.wanted.mates.end(error)  # this rank may wait for one that never got the view, and will not come
         self.barriers.fail(error)
         self.inbox.put(SessionOver(error))
         if not self.first_view.is_over:
