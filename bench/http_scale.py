@@ -54,9 +54,10 @@ async def _measure(members: int, rounds: int, viewers: int) -> dict[str, Any]:
         )
         for number in range(1, members + 1)
     ]
-    await asyncio.sleep(0)
     job = dispatcher.jobs["job"]
-    assert job.membership.state.live is not None
+    async with asyncio.timeout(10):
+        while job.membership.state.live is None:
+            await asyncio.sleep(0.01)
     step = 0
 
     def beat() -> float:
