@@ -73,6 +73,7 @@ with paceline.join() as session:
             optimizer.zero_grad()
             loss.backward()  # ends with the mean over the whole batch, on every worker
             optimizer.step()  # waits until all workers have come this far: the only place where the state changes
+        session.log(loss=loss.item())  # `paceline run --http` and `paceline status` show it
 
     # 7. Here the last step is committed, and its checkpoint is on disk. All workers hold the same weights.
     with torch.no_grad():

@@ -105,6 +105,7 @@ def main() -> None:
             if not step.applied:
                 continue
             note(**where, applied=True)
+            session.log(loss=loss)
             epoch, within = divmod(step.number, sampler.steps_per_epoch)
             if step.rank == 0 and not within and epoch % 5 == epochs % 5:
                 print(f"epoch {epoch:2} of {epochs}: loss {loss:.4f}, accuracy {accuracy():.2%}")
