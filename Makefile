@@ -36,7 +36,7 @@ test-%: .venv/.installed
 	$(PYTHON) tests/stages.py $*
 test-peers test-torch test-torch-exhaustive bench-peers: .venv-peers/.installed
 test-ray: .venv-ray/.installed
-test-browser: .venv/.docs
+test-browser: .venv/.docs .venv/.browser
 test-newest test-newest-exhaustive: newest
 bench: .venv/.installed  ## by hand, where nothing else runs: measure times, and check the figures that must hold
 	$(BIN)/pytest -m "not needs(what='peers') and not needs(what='torch')" -s bench
@@ -79,8 +79,8 @@ clean:        ## remove the virtual environments and caches
 	$*/bin/$(INSTALL) --editable $(WITH)
 	$(AND)
 	@touch $@
-.venv/.docs: .venv/.installed
-	$(BIN)/$(INSTALL) --group docs
+.venv/.docs .venv/.browser: .venv/.%: .venv/.installed
+	$(BIN)/$(INSTALL) --group $*
 	@touch $@
 newest:  # a folder that outlives this clone, so pip downloads torch (5.7 GB) only if there is a newer one
 	$(NEWEST)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(NEWEST)

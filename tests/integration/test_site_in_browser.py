@@ -112,7 +112,7 @@ def test_each_diagram_is_drawn_and_none_is_cut_off(site: Path, width: int) -> No
     async def main() -> None:
         async with browser() as chromium:
             page = await chromium.page("about:blank", width=width)
-            await page.send("Page.addScriptToEvaluateOnNewDocument", source=OPENED)
+            await page.run_first(OPENED)
             await page.go((site / "design.html").as_uri())
             await page.until(f"document.querySelectorAll('div.mermaid').length === {count}")
             assert await page.run(CUT_OFF) == [[]] * count
