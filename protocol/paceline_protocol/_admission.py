@@ -124,7 +124,7 @@ def _check_alone(claim: Registered) -> None:
 
 
 def _fits_all(state: JobState, claim: Registered) -> bool:
-    """True if the claim surely agrees with that of each session, also of those that it need not agree with."""
+    """True if the claim surely agrees with every session's, even where it need not agree."""
     sessions, rank = state.sessions, claim.claimed_rank
     if not sessions.all_agree(claim.settings, explicit=rank is not None) or (
         rank is not None and sessions.is_claimed(rank)

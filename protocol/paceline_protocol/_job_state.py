@@ -108,9 +108,9 @@ class Session:
 class Sessions(dict[str, Session]):
     """Live sessions by member id, in order of arrival, which also counts those that are alike in something.
 
-    It also finds those of a process. A session counts as it was when it was added, or as `learn` says. Sessions are
-    added and removed one by one: `sessions[id] = session` and `del sessions[id]` keep the counts, other methods of a
-    dict do not.
+    It also finds the sessions of a process. A session counts as it was when it was added, or as `learn` says. Sessions
+    are added and removed one by one: `sessions[id] = session` and `del sessions[id]` keep the counts, other methods
+    of a dict do not.
     """
 
     def __init__(self) -> None:

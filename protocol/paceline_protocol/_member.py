@@ -73,7 +73,7 @@ class Take:
 class MemberState:
     """The state of one member.
 
-    It starts with the tag `held`: Tag(0, 0) for a state it has built itself, or that of a checkpoint, of which it holds
+    It starts with the tag `held`: Tag(0, 0) for a state it has built itself, or a checkpoint's, of which it holds
     nothing yet if it is only `stored`. Later, `held` is None if no usable state is held. `node_size` members hold one
     copy of the state between them: 1 if each holds it whole, 0 for all. Of its `shares` of that state the first is the
     one that it trains on; there are none while the state is only stored.

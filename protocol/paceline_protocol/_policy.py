@@ -27,7 +27,7 @@ _NAMED = 8
 class Decision:
     """A decision of the policy, and a sentence that says why.
 
-    `members` are those of the view that forms now, in rank order; None if no view forms. `again_at` is when time alone
+    `members` has the members of the view that forms, in rank order; None if none forms. `again_at` is when time alone
     may change the decision; None if only an event can. If `summon`, a member of the live view must ask the others to
     meet, because candidates are ready. `meeting` is what the members of the last view must do, if that view is over.
     """

@@ -119,7 +119,7 @@ class Share(NamedTuple):
 WHOLE = Share(0, 1)
 
 MAX_SHARES = 64
-"""Most shares that a member reports: those of the latest views, if it has more. Source: `Meet` in session.proto."""
+"""Most shares that a member reports: the latest views', if it has more. Source: `Meet` in session.proto."""
 
 
 def share_of(rank: int, world: int, node_size: int) -> Share:

@@ -20,9 +20,9 @@ from pacelinepb.v1 import session_pb2 as pb
 class ViewPages:
     """The pages of one lane of a view: serialised `GetViewResponse`s with the members in rank order.
 
-    `seats` are those of the ranks with one position in their replicas; without replicas, all of them.
+    `seats` has the seats of the ranks with one position in their replicas; without replicas, all of them.
 
-    `sha256` is the hash of the concatenated pages, and `known_sha256` that of the previous view, empty if that view is
+    `sha256` is the hash of the concatenated pages, and `known_sha256` the previous view's hash, empty if that view is
     not known. `changes` is for members that have the list of the previous view.
     """
 

@@ -1,6 +1,6 @@
 """The limits of the coordinator's process: its memory, one heap, short stops for garbage, and as many files as allowed.
 
-*Memory.* The limit is that of the process's cgroup, or what the machine has.
+*Memory.* The process's cgroup sets the limit, or else what the machine has.
 
 *One heap.* glibc gives each of grpc's threads an arena of its own; memory that is freed in one arena is no use to
 another. The process grew by 20 to 100 MB with each 10,000 connections that were opened and closed. With one arena it

@@ -156,7 +156,7 @@ def once_per_host(path: str | os.PathLike[str]) -> Iterator[bool]:
     The first process gets True. The others wait until its block has ended, and get False. If the block raises or its
     process dies, the next process gets True. The file at `path` carries the lock and records that a block has
     succeeded; delete it to have the work done again. On a local disk, that is once per host; on a file system that
-    hosts share, once for all of them, provided that its locks hold between hosts (those of NFS 4 do).
+    hosts share, once for all of them, provided that its locks hold between hosts (NFS 4's do).
 
     Call it before `join`, so that no other worker waits in the job meanwhile. The lock is released when all processes
     that hold it have ended; child processes that the block forks hold it too.

@@ -178,7 +178,7 @@ _MAX_ID_BYTES = 64
 
 
 class DoorKey:
-    """Makes the proofs of one member, and checks those of its callers. Everything runs on the loop.
+    """Makes the proofs of one member, and checks its callers' proofs. Everything runs on the loop.
 
     It refuses every call before `learn`. It remembers the numbers of `max_callers` callers, and forgets the oldest.
     """
@@ -203,7 +203,7 @@ class DoorKey:
     def check(self, name: str, data: bytes, proof: bytes | None) -> str:
         """Returns why a call is refused; empty if it is admitted. The same call is admitted only once.
 
-        `name` is that of the request's message type; `proof` is the call's metadata value under METADATA.
+        `name` is the name of the request's message type; `proof` is the call's metadata value under METADATA.
         """
         if not self._secret:
             return "this worker is not registered yet"

@@ -106,7 +106,7 @@ class SumOrder:
         """Checks that no parameter has a gradient when a microbatch begins."""
 
     def digest(self, gradients: Iterable[tuple[str, Any]]) -> None:
-        """Adds the gradients of the pass to a digest: those of parameters, by path."""
+        """Adds the parameters' gradients of the pass to a digest, by path."""
 
     def set_aside(self, wrapper: SumsHolder) -> None:
         """Notes that a wrapper has set the gradients of the pass aside."""

@@ -1,6 +1,6 @@
 """Chooses schedules by a table of rules on bytes, world size and nodes, which all ranks share. Pure, except for files.
 
-The first rule that holds decides. Bytes are those of the whole array: each rank's array in a reduction or broadcast,
+The first rule that holds decides. Bytes count the whole array: each rank's array in a reduction or broadcast,
 all ranks' arrays together in a gather.
 
 `paceline bench --tune-out` writes tables that suit a machine, as JSON: {"rules": {collective: [rule, ...]}}, where a
@@ -123,7 +123,7 @@ def choose(
 ) -> Choice:
     """Returns the schedule for a collective: the same on all ranks that pass the same arguments.
 
-    `nbytes` are those of the whole array. `sums` is the weakest order of summation that a schedule may have.
+    `nbytes` is the size of the whole array. `sums` is the weakest order of summation that a schedule may have.
     """
     fit, where = rules[collective], where_of(nodes)
     if sums is not SumRule.ALIKE:

@@ -166,7 +166,7 @@ class Engine:
         exchange.release()
 
     def _marked(self, operation: int) -> Frame:
-        """Returns the frame that a mark stands for: that of a barrier with this number."""
+        """Returns the frame that a mark stands for: a barrier's, with this number."""
         signature = self.sign("barrier").encode()
         return Frame(FrameKind.DATA, self.mesh.generation, operation, 0, signature, _NOTHING)
 
@@ -208,7 +208,7 @@ class Engine:
     ) -> tuple[Frame, np.dtype[Any], tuple[int, ...]]:
         """Receives the first frame of an operation whose dtype and shape the sender decides, and returns these too.
 
-        Kind and detail must be those of `asked`.
+        Kind and detail must be the same as in `asked`.
         """
         self._at = _wait_for(Do.STORE, peer, 0)
         frame = self._exchange.recv(peer, call.deadline)

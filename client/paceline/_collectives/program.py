@@ -44,7 +44,7 @@ class Area(IntEnum):
 
 
 class Do(IntEnum):
-    """The kind of a move; the values for received chunks are those of `Action`."""
+    """The kind of a move; the values for received chunks are the same as in `Action`."""
 
     STORE = Action.STORE
     REDUCE = Action.REDUCE

@@ -278,7 +278,7 @@ def scatter_broadcast(rank: int, world: int, root: int) -> list[Row]:
         ]
     for s in range(world - 1):
         sent, received = (place - s) % world, (place - s - 1) % world
-        # The root holds all chunks and other ranks those of their subtrees; a rank is not sent what it holds.
+        # The root holds all chunks and other ranks their subtrees' chunks; a rank is not sent what it holds.
         give = (place + 1) % world != 0 and not _holds((place + 1) % world, sent)
         take = place != 0 and not _holds(place, received)
         row = Row(2 + s)

@@ -180,7 +180,7 @@ def _plan(engine: Engine, key: _Key, x: Array) -> _ReductionPlan:
     reduce = reduction(op, dtype)
     if collective == "reduce_scatter":
         shape = _part(x, mesh.rank, mesh.size)
-    # The word for the leaves is that of earlier releases: all members compare it.
+    # Earlier releases used this word for the leaves: all members compare it.
     words = f"op={op}{_order(order)}{f' parts={leaves}' if leaves else ''}{_held(nodes)}{detail}"
     signature = engine.sign(collective, words, dtype, x.shape).encode()
     choice = choose(collective, x.nbytes, mesh.size, sums=_sums(reduce, order), nodes=engine.nodes)

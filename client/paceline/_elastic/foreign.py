@@ -202,7 +202,7 @@ def _made(framework: str, array: NDArray[Any]) -> Any:
 
 
 def seed_frameworks(*numbers: int) -> None:
-    """Seeds the generators that torch draws from by default (dropout, `torch.rand`), those of devices in use too."""
+    """Seeds the generators that torch draws from by default (dropout, `torch.rand`), on devices in use too."""
     torch = sys.modules.get("torch")
     generator = getattr(torch, "default_generator", None)
     if generator is None:

@@ -148,7 +148,7 @@ class _Model(StatePart):
     def __init__(self, model: Any) -> None:
         self._model = model
         self._known: dict[str, Any] = {}
-        """The parameters at the last call of `arrays`; kept because listing those of a module takes a millisecond."""
+        """The parameters at the last call of `arrays`; kept because listing a module's takes a millisecond."""
 
     def arrays(self, held: Holding = _NOTHING) -> dict[str, Leaf]:
         self._known = self.parameters()

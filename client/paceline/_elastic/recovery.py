@@ -51,7 +51,7 @@ class _Kept(NamedTuple):
     Attributes:
         at_gate: small state at the gate.
         updated: True if the optimizer was called; False if the block ended without an update.
-        gradients: those of the update.
+        gradients: what the update uses.
     """
 
     at_gate: Mapping[str, Any]
@@ -97,7 +97,7 @@ class StateRecovery:
         return self._own[1]
 
     def join_origins(self, mates: Alone) -> None:
-        """Makes the fingerprint of a state that this member has built itself that of the whole replica.
+        """Replaces the fingerprint of a state that this member has built itself by the whole replica's.
 
         All mates do this when their loop begins, because later each of them may need it at another moment.
         """

@@ -124,7 +124,7 @@ class ReplicaContent:
         self._names = {name: self._names_for(name, optimizer) for name, optimizer in self._optimizers.items()}
 
     def _names_for(self, name: str, optimizer: Any) -> dict[Any, str]:
-        """Returns the name of each parameter of an optimizer; behind that of its model if there are several models."""
+        """Returns the name of each parameter of an optimizer; behind its model's name if there are several models."""
         found = {}
         for model_name, model in self._models.items():
             for path, parameter in self._named(model).named_parameters():
@@ -435,7 +435,7 @@ def _bytes(data: bytes) -> Any:
 
 
 def _path(path: str) -> str:
-    """Returns the name of a parameter or buffer without those of wrappers."""
+    """Returns the name of a parameter or buffer without the names of wrappers."""
     return _WRAPPERS.sub("", path)
 
 

@@ -136,7 +136,7 @@ class ElasticSampler:
         """The settings that must be the same on every rank."""
         batch = "per_rank_batch" if self._per_rank else "global_batch"
         settings: dict[str, object] = {"sampler n": self.n, f"sampler {batch}": self._size, "sampler seed": self.seed}
-        if self.microbatches:  # the name is that of earlier releases: manifests and receipts have it
+        if self.microbatches:  # earlier releases used this name: manifests and receipts have it
             settings |= {"sampler parts": self.microbatches, "sampler same_bits": self.same_bits}
         if self.check_every:
             settings[CHECK_EVERY] = self.check_every

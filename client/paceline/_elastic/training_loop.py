@@ -124,7 +124,7 @@ class TrainingLoop:
     # Called by the loop over the steps --------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Opens the line, and compares this member's state with that of the others."""
+        """Opens the line, and compares this member's state with the others'."""
         self._job_line.offered.manifest = self._manifest
         self._manifest_digest = self.mates.joint(self._manifest_digest)
         self._recovery.join_origins(self.mates)

@@ -1,4 +1,4 @@
-"""The group: the object on which users call collectives; its members are those of a generation, or some of them."""
+"""The group: the object on which users call collectives; it has the members of a generation, or some of them."""
 
 from paceline._group.group import Group
 

@@ -1,4 +1,4 @@
-"""The collectives that only the wrappers of models call: those in a tree over microbatches, and those of an engine."""
+"""The collectives that only the wrappers of models call: in a tree over microbatches, and over an engine."""
 
 from __future__ import annotations
 
@@ -256,5 +256,5 @@ class WrapperCore(GroupCore):
         )
 
     def _unless_usual(self, nodes: _Nodes, leaves: int) -> _Nodes:
-        """Returns the nodes, None if they are those of equal shares: then the signature has none."""
+        """Returns the nodes, None if they follow from equal shares: then the signature has none."""
         return None if nodes == subtrees_by_rank(self.mesh.size, leaves) else nodes

@@ -48,7 +48,7 @@ MAX_GROUP_NAME = 256
 
 
 class Purpose(IntEnum):
-    """The purposes of links, with the numbers of peer.proto. Links of one purpose never delay those of the other."""
+    """The purposes of links, with the numbers of peer.proto. Links of one purpose never delay links of the other."""
 
     COLLECTIVE = 1
     POINT_TO_POINT = 2

@@ -51,7 +51,7 @@ MAX_TICKETS = 4096
 
 MAX_STREAMS = 1024
 """Calls of one connection at one time; more wait at the caller. A member has one for each purpose of each group, and
-for a moment those of the generation before."""
+for a moment the calls of the generation before."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + MAX_REQUEST_BYTES
 """Longest message of any method; grpc has one limit for all. We refuse a frame that is too long, and name its sender.

@@ -2,7 +2,7 @@
 
 grpc itself would wait for ever for a request that does not end. It would answer bytes that are no message with UNKNOWN
 and the text of a Python exception. It does not bound what it keeps either. It has one limit to a message's length for
-all methods, that of a frame, and applies it only while a handler reads. For an unread stream it keeps a window, which
+all methods, a frame's, and applies it only while a handler reads. For an unread stream it keeps a window, which
 grows to tens of MiB on a fast network. So this module reads every request at once, to the end of its stream, and limits
 how many are read at one time, and for how long. A caller that reaches the port can make a door keep 4 MiB for each of
 `RequestLimits.many` requests, and beyond them the bytes that arrive within `hurried_s`. One connection can make it keep

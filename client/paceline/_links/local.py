@@ -274,7 +274,7 @@ class LocalMesh(Mesh):
         self._board.leave_group(self.rank, self._of_now(group))
 
     def _of_now(self, group: str) -> str:
-        """Returns the group's name on the board. Links of all members outlive a generation, those of parts do not."""
+        """Returns the group's name on the board. Links of all members outlive a generation, links of parts do not."""
         return f"{self.generation}:{group}" if group else ""
 
     def cut(self) -> None:

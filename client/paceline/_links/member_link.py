@@ -27,7 +27,7 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 class MemberLink(Link):
     """One member's end of a link.
 
-    `kind` is that of the half that carries frames to the peer; empty until that is known. `drained` is set once the
+    `kind` is the kind of the half that carries frames to the peer; empty until it is known. `drained` is set once the
     peer has received everything, or will receive nothing more. `asked` is True once an operation has asked for this
     link; guarded by the mesh. A thread that waits for a half is woken by a failure, and looks by itself every
     `slice_s` seconds.

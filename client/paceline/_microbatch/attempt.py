@@ -79,7 +79,7 @@ class StepAttempt:
         turn: the turn that runs; None between turns.
         between: the order that the group holds between turns.
         label: an object without contents that stands for the attempt.
-        kept_label: that of the attempt in which wrappers got or kept the sums that this one begins with.
+        kept_label: the label of the attempt in which wrappers got or kept the sums that this one begins with.
         kept: the nodes whose sums this rank has kept from an undone attempt.
         digests: SHA-256 of the gradients of the digested microbatch, of each wrapper in turn; True: of the check.
         wrappers: those that have begun a backward pass, in this order.
@@ -250,8 +250,8 @@ class StepAttempt:
 class MicrobatchTurn(SumOrder):
     """One turn of a rank at one microbatch; each turn is an object of its own.
 
-    With `is_check` the microbatch is another rank's, and only computed to compare its gradients. `plan` is that of the
-    loop to which the turn belongs.
+    With `is_check` the microbatch is another rank's, and only computed to compare its gradients. `plan` is the plan
+    of the loop to which the turn belongs.
     """
 
     is_leaf = True

@@ -16,10 +16,10 @@ _FIRST = (0, 1)
 class LeafBuffers:
     """The buffers of one wrapper's module.
 
-    Each microbatch begins with the buffers that the step began with. After the step they are those of microbatch 0: all
-    ranks take them from the rank that gives the sum with it. It has computed microbatch 0, in this attempt or in the
-    one that it kept the sum from. So the buffers are kept like the sum. `order` is that of the last microbatch that has
-    begun.
+    Each microbatch begins with the buffers that the step began with. After the step all ranks have microbatch 0's: they
+    take them from the rank that gives the sum with it. It has computed microbatch 0, in this attempt or in the
+    one that it kept the sum from. So the buffers are kept like the sum. `order` is the turn of the last microbatch that
+    has begun.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from paceline._links.base import Mesh, Peer
 from paceline._microbatch.attempt import MicrobatchTurn
 
 _MICROBATCHES = 1 << 41
-"""Tells seeds of microbatches from those of ranks and samples."""
+"""Tells seeds of microbatches from seeds of ranks and samples."""
 
 
 def microbatch_seed(seed: int, step: int, number: int) -> list[int]:

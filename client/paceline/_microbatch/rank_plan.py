@@ -59,7 +59,7 @@ def usual_plan(rank: int, world: int, leaves: int, shares: Shares | None = None)
 def plan_ranks(held: tuple[tuple[Node, ...], ...], leaves: int, shares: Shares | None = None) -> tuple[RankPlan, ...]:
     """Returns the plan of each rank, from the nodes of which each rank has sums.
 
-    Of nodes that overlap the greatest is kept, of equal ones that of the lowest rank. The missing ones are divided in
+    Where nodes overlap, the greatest is kept, and of equal ones the lowest rank's. The missing ones are divided in
     one range for each rank, whose lengths differ by 1 at most if shares are equal.
     """
     world = len(held)

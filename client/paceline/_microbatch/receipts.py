@@ -23,7 +23,7 @@ EVERY = 10
 """Steps between two receipts, unless told otherwise. SHA-256 of 12 M parameters and Adam's moments takes 0.12 s."""
 
 KEPT = 2
-"""Receipts that the state holds. Rank 0 may be lost before it has written that of step N, which is committed when all
+"""Receipts that the state holds. Rank 0 may be lost before it has written step N's, which is committed when all
 enter step N + 1; by step N + 2 another rank 0 has taken over."""
 
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)

@@ -32,7 +32,7 @@ class StepMicrobatches:
         prepare: has the wrappers of the training state agree on their models; a collective at first use.
         kept: the sums that this rank keeps from an undone attempt; None if no rank keeps any in this job.
         told: the exchange of what each rank has kept, as rows of `row_of_held`; None after a generation's first step.
-        shares: those of the step; None for equal ones, as in a generation's first step.
+        shares: the ranks' shares of the step; None for equal ones, as in a generation's first step.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The tree has the microbatches 0 to V-1 as leaves, and its nodes are ranges [lo, hi) of them. A node of more than one
 leaf splits after the greatest power of two below its size, so all left children are whole powers of two. A node's sum
-is the sum of its left child plus that of its right one.
+is its left child's sum plus its right child's.
 
 A rank has contiguous leaves, [r V // W, (r + 1) V // W), unless shares are unequal or a step is repaired (`rank_plan`).
 It adds up the *maximal subtrees* of this range: the greatest nodes that lie within it, one after the other. All ranks'

@@ -90,8 +90,8 @@ def first_difference(
 ) -> PacelineError:
     """Returns the error for two manifests that differ; it names the first difference.
 
-    `mine` is that of the reference, the rank whose model the others must have; `theirs` is that of the first of
-    `ranks`, which all differ from it.
+    `mine` is the manifest of the reference, the rank whose model the others must have; `theirs` is the one of the
+    first of `ranks`, which all differ from it.
     """
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} (ranks that differ: {list(ranks)})"
     usual = f"rank {reference}"

@@ -204,7 +204,7 @@ class BucketReducer:
     def watching(self, *, weight: float, early: bool) -> Iterator[None]:
         """Observes the backward pass inside the block.
 
-        The weight includes that of earlier micro-batches. `early` is False while gradients are only accumulated: no
+        The weight includes earlier micro-batches' weights. `early` is False while gradients are only accumulated: no
         bucket is sent inside the block then.
         """
         self._recover()
@@ -283,7 +283,7 @@ class BucketReducer:
         """Drops all gradients, and abandons running collectives.
 
         It does not wait, because other ranks may never send their part. A collective that still runs when the next
-        attempt begins keeps its memory and cannot touch that of the new attempt. Sums of nodes stay, because the next
+        attempt begins keeps its memory and cannot touch the new attempt's. Sums of nodes stay, because the next
         attempt may keep them (`SumOrder.kept`).
         """
         for parameter in self.parameters.values():

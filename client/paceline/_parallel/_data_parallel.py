@@ -219,7 +219,7 @@ class ReplicatedModel:
     """A model that every rank holds whole: the `SynchronizedModel` of DDP, for NumPy and for torch modules.
 
     The module has parameters, and perhaps buffers; with `trains_narrow`, those in 16 bits are trained too. `reducer` is
-    the one made at the last agreement; None before the first. Other arguments are those of `DDP`.
+    the one made at the last agreement; None before the first. Other arguments are as in `DDP`.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class OptimizerState(abc.ABC):
         That needs a `step` which follows from gradients, state and settings alone, and draws no random numbers.
 
         Args:
-            pieces: by path, those of the parameters that are copied.
+            pieces: by path, the pieces of the parameters that are copied.
             arrays: the copies of its state, by the keys of `live_arrays`. Numbers are the same on all ranks.
         """
 

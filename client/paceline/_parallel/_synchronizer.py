@@ -22,7 +22,7 @@ The parts, and what each is responsible for:
 - `GradientReducer`: which gradients are ready, and which collectives are running.
 - `Parameter`: where one gradient lies. A subclass adapts the parameter of another framework.
 - `GradientTransport` (DDP), `Group` (FSDP): moving memory between the ranks.
-- The fronts (`paceline.DDP`, `paceline.FSDP` and those of `paceline.torch`): running backward, and the users' API.
+- The fronts (`DDP` and `FSDP` of `paceline` and of `paceline.torch`): running backward, and the users' API.
 
 B is the number of samples in this rank's batch, W the number of ranks.
 """
@@ -80,7 +80,7 @@ class GradientReducer(Protocol):
         """
 
     def set_aside(self, *, weight: float) -> None:
-        """Sets the gradients of a finished leaf aside, until those of this rank's last leaf are reduced."""
+        """Sets the gradients of a finished leaf aside, until the gradients of this rank's last leaf are reduced."""
 
     def held_sums(self) -> tuple[object, tuple[Node, ...]] | None:
         """See `SumsHolder`."""
@@ -114,7 +114,7 @@ class SynchronizedModel(Protocol):
     def agree(self, *, may_change: bool, agreed_in: int) -> GradientReducer:
         """Agrees with the other ranks on the model, and makes the reducer of its gradients; a collective.
 
-        The arguments are those of `_agreement.agree`.
+        The arguments are as in `_agreement.agree`.
         """
 
     def keeps_reducer(self) -> bool:
@@ -289,7 +289,7 @@ class GradientSynchronizer:
     ) -> float:
         """Scales all gradients so that their norm is at most `max_norm`; see `paceline.DDP.clip_grad_norm`.
 
-        `powers` returns the powers of all whole gradients (`power_of`); None to take those of this rank's pieces.
+        `powers` returns the powers of all whole gradients (`power_of`); None to take the powers of this rank's pieces.
         """
         if not max_norm >= 0 or not norm_type > 0:
             raise ValueError(f"want max_norm >= 0 and norm_type > 0, not {max_norm!r} and {norm_type!r}")

@@ -83,7 +83,7 @@ def record_answer(record: Mapping[str, Any], read_at: float) -> bytes:
 
 
 async def stacks_answer(pids: tuple[int, ...], read_at: float, door_key: DoorKey) -> bytes:
-    """Returns this process's own stacks as an answer, or by a signal those of other members of the job on this host."""
+    """Returns this process's own stacks as an answer, or by a signal those that other members of this host write."""
     stacks = await _of_others(pids, door_key) if pids else [_own()]
     room = MAX_ANSWER_BYTES // 4 // len(stacks)  # a byte may take more in JSON
     for each in stacks:
@@ -116,7 +116,7 @@ def _of_other(pid: int, door_key: DoorKey) -> dict[str, Any]:
 
 
 def whole_record(recorder: FlightRecorder | None, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a member's flight record; without a recorder that of a worker which is in no view yet."""
+    """Returns a member's flight record; without a recorder the record of a worker which is in no view yet."""
     nothing: dict[str, Any] = {"groups": {}, "steps": [], "operations": []}
     head = flight_head(described, os.getpid(), "an operator asked")
     return {**head, **(nothing if recorder is None else recorder.record())}

@@ -83,7 +83,7 @@ _LEAST_S = 0.1
 
 
 class SessionStream:
-    """The stream of a session, which adds a check to each message sent and verifies that of each message received."""
+    """The stream of a session, which adds a check to each message sent and verifies each message received."""
 
     def __init__(self, channel: aio.Channel, metadata: aio.Metadata) -> None:
         # No serialisers: the check is computed over the bytes as they were sent.

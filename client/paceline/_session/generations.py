@@ -32,7 +32,7 @@ class Generations:
     """The generations of one member.
 
     `control` is set once there is a stream. `mesh` has the links that the group uses, None until `join` has made them;
-    `coming`, those of a view to which the group has not moved yet.
+    `coming` has the links of a view to which the group has not moved yet.
     """
 
     control: ControlStream

@@ -1,8 +1,8 @@
 """The inbox of a member's training thread: what the coordinator says about its line, and what the session adds to that.
 
 The messages arrive on the event loop and wait here until the training thread reads them; nothing is decided here. The
-coordinator's are those of `paceline_protocol.messages`. Requests to stop (`summoned`, `draining`) are plain values that
-the training thread reads when it begins a step.
+coordinator's have the types of `paceline_protocol.messages`. Requests to stop (`summoned`, `draining`) are plain values
+that the training thread reads when it begins a step.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _LOCK = struct.Struct("hhqqi4x")
 """`struct flock` of Linux on 64 bits (fcntl(2)): type, whence, start, length, pid."""
 
 _MARK = re.compile(r"\d{1,20}\.\d{1,10}\.\d{1,3}\.[0-9a-f]{64}", re.ASCII)
-"""The name of a mark: that of the file, and the proof."""
+"""The name of a mark: the file's name, and the proof."""
 
 _log = logging.getLogger("paceline.session")
 
@@ -95,7 +95,7 @@ class JobMark:
         self._shown: tuple[int, Path] | None = None  # the process that has made the mark, and its path
 
     def show(self, key: DoorKey) -> None:
-        """Makes the mark, in place of that of an earlier secret, if this process has a file. Raises nothing."""
+        """Makes the mark, in place of an earlier secret's, if this process has a file. Raises nothing."""
         self.remove()
         with self._lock, suppress(OSError):
             if _kept is not None and _kept[0] == os.getpid():
@@ -104,7 +104,7 @@ class JobMark:
                 self._shown = os.getpid(), path
 
     def remove(self) -> None:
-        """Removes the mark. Raises nothing, and leaves that of a parent process."""
+        """Removes the mark. Raises nothing, and leaves a parent process's mark."""
         with self._lock:
             shown, self._shown = self._shown, None
             if shown is not None and shown[0] == os.getpid():
@@ -182,7 +182,7 @@ def _signalled(file: int, found: StackFile) -> str:
     _check_holder(file, found.pid)
     process = os.pidfd_open(found.pid)
     try:
-        _check_holder(file, found.pid)  # again: so the pidfd is that of a process that held the lock
+        _check_holder(file, found.pid)  # again: so the pidfd is a process's that held the lock
         state, caught = _status(found.pid)
         if state in "Tt":
             raise OSError(
@@ -198,7 +198,7 @@ def _signalled(file: int, found: StackFile) -> str:
 
 
 def _await_turn(file: int) -> None:
-    """Lets one reader in at a time, by a lock that has nothing to do with that of the process."""
+    """Lets one reader in at a time, by a lock that has nothing to do with the process's lock."""
     import fcntl
 
     deadline = time.monotonic() + 2.0
@@ -286,7 +286,7 @@ def _make() -> tuple[int, Path]:
         raise RuntimeError("join ran outside the main thread, where no signal handler can be set")
     number = signal.SIGRTMIN + _OFFSET
     free = signal.getsignal(number) is signal.SIG_DFL and not _status(os.getpid())[1] >> (number - 1) & 1
-    if not free and _kept is None:  # otherwise the handler is that of the process which this one was forked from
+    if not free and _kept is None:  # otherwise the handler belongs to the process which this one was forked from
         raise RuntimeError(f"other code handles signal {number}")
     path = user_folder(_FOLDER) / f"{_namespace()}.{os.getpid()}.{number}"
     make_private(path.parent, "set TMPDIR to another directory")

@@ -4,7 +4,7 @@
     DIR/g00000003-s0000000120/arrays-00000-of-00004.safetensors    one for each
     DIR/g00000003-s0000000120/manifest.json                        what the files hold, their checksums and its own
 
-The files of replicas are those of torch.distributed.checkpoint, whose names, sizes and checksums are in the manifest.
+torch.distributed.checkpoint writes the files of replicas; their names, sizes and checksums are in the manifest.
 
 It is written under another name, synced file by file, and renamed: after a crash at any instant the last good one is
 still there. Source: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014, section 2 (atomic replacement

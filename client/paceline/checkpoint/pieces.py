@@ -47,7 +47,7 @@ class Shard:
 class Piece(NamedTuple):
     """The part of one array that one rank writes.
 
-    `shape` is that of the whole array, and `start` the number of the first element, in C order. `values` has shape [n],
+    `shape` is the whole array's, and `start` is the number of the first element, in C order. `values` has shape [n],
     contiguous, little-endian.
     """
 

@@ -41,7 +41,7 @@ def split(state: Any) -> tuple[Skeleton, dict[str, NDArray[Any]]]:
 
 
 def split_shards(state: Any) -> tuple[Skeleton, dict[str, Leaf]]:
-    """Splits like `split`; a `Shard` may stand in place of an array. The skeleton is that of the whole state.
+    """Splits like `split`; a `Shard` may stand in place of an array. The skeleton describes the whole state.
 
     Raises UnsupportedOp also if a shard has the path of another array, so that ranks could not tell them apart.
     """

@@ -153,7 +153,7 @@ def ask_members(
     pids: Sequence[int] = (),
     patience: float = 1.0,
 ) -> list[Answered]:
-    """Asks a job's members what they are doing; returns their answers by rank, then those of members in no view.
+    """Asks a job's members what they are doing; returns their answers by rank, then answers of members in no view.
 
     `members` are ranks in the current view, or member ids; empty for all. `Asked` says what `pids` are. The coordinator
     has `timeout` seconds to answer, and each member `patience` seconds.

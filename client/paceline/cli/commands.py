@@ -57,7 +57,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class Commands(CommandGroup):
-    """Paceline's commands, and those of plug-ins: entry points in "paceline.commands", each naming a `typer.Typer`.
+    """Paceline's commands, and plug-ins': entry points in "paceline.commands", each naming a `typer.Typer`.
 
     Plug-ins are looked for only if a command is not Paceline's own, or if all are listed.
     """

@@ -106,7 +106,7 @@ def state_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None
 
 
 def step_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None = None) -> str:
-    """Returns the step that a member is shown in: that of the job, unless it lags, is silent or is in no view.
+    """Returns the step that a member is shown in: the job's step, unless it lags, is silent or is in no view.
 
     What members said last is older for one than for another, so their own numbers would differ without meaning.
     """

@@ -59,7 +59,7 @@ def run_workers(
     replicas.
 
     With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
-    launchers of one `host` meet at that of the host. Workers leave when one of the `notices` says that the machine will
+    launchers of one `host` meet at the host's. Workers leave when one of the `notices` says that the machine will
     be taken, and `drain_before` seconds before the end of the host's time; the exit code is `drained_code` then.
     """
     check_command(command)
@@ -264,7 +264,7 @@ def _console(log_dir: Path | None, job: str, redirects: str | None, tee: str | N
 
 @contextlib.contextmanager
 def _coordinator(address: str | None, http: str | None, host: Host | None, job: str) -> Iterator[Served]:
-    """Yields the coordinator that is named, else that of the host, else one of this command's own."""
+    """Yields the coordinator that is named, else the host's, else one of this command's own."""
     if address is not None:
         where = coordinator_address(address)
         yield Served(where, own_token(where))  # it may belong to another run of this user, which admits workers

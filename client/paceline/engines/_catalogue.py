@@ -1,4 +1,4 @@
-"""Finds an engine by its name: Paceline's own, and those of plug-ins (entry points in the group "paceline.engines")."""
+"""Finds an engine by its name: Paceline's own, and plug-ins' (entry points in the group "paceline.engines")."""
 
 from __future__ import annotations
 

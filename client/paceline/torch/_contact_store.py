@@ -1,7 +1,7 @@
 """The store that a c10d process group reads and writes while it opens: it holds the contacts of all ranks.
 
 A rank first writes what others need to reach it, and then reads what they have written. What it has written by then is
-its contact (`DataEngine.contact`); the group tells contacts over links, and the store answers with those of all ranks.
+its contact (`DataEngine.contact`); the group tells contacts over links, and the store answers with all ranks' contacts.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class DeviceStreams(abc.ABC):
     def aside(self, use: Any) -> Any:
         """Returns a context manager, inside of which this thread's work goes to a stream.
 
-        `use` is that of a stream for copies, or what `new` has returned.
+        `use` belongs to a stream for copies, or is what `new` has returned.
         """
 
     @abc.abstractmethod

@@ -196,7 +196,7 @@ class LaneDriver(AutogradDriver):
             isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in module.modules()
         )
         self._is_late = False
-        self._on_device = offloads  # autograd's thread is that of the device
+        self._on_device = offloads  # autograd runs in the device's thread
         self._listen()  # before the first agreement: no gradient may pass unseen
         if any(True for _ in module.buffers()):  # they are set for each microbatch
             module.register_forward_pre_hook(lambda *_: self.synchronizer.begin_forward())

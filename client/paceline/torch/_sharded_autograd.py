@@ -1,7 +1,7 @@
 """How autograd drives a sharded model: calls run units forward, and hooks run them backward.
 
-The backward run of a unit begins when autograd has the gradient of one of its outputs, and ends when it has those of
-the inputs. By then it has those of the parameters too: of the operations that are ready, autograd always runs the one
+The backward run of a unit begins when autograd has the gradient of one of its outputs, and ends when it has the
+inputs' gradients. By then it has the parameters' too: of the operations that are ready, autograd always runs the one
 that came last in the forward pass, and gradients of parameters before all others. Both moments depend on how the units
 are connected, not on which of their parameters a rank has used, so all ranks reach them in the same order.
 
@@ -172,7 +172,7 @@ class ShardedDriver:
     """Drives one sharded torch module from its calls and from autograd's hooks.
 
     The gradients of micro-batches under `no_sync` add up, as in torch; the mean is taken over ranks. With `narrow` the
-    module computes with, and sends, bfloat16. Other arguments are those of `paceline.FSDP`. `sharded` is the core; its
+    module computes with, and sends, bfloat16. Other arguments are as in `paceline.FSDP`. `sharded` is the core; its
     `driver` is this object.
     """
 
@@ -241,7 +241,7 @@ class ShardedDriver:
             return run.of_outputs(self.module.forward(call))
 
     def _enter(self, rows: int | None) -> None:
-        """Begins a backward run; `rows` are those of its forward pass, if this is the outermost unit."""
+        """Begins a backward run; `rows` are the rows of its forward pass, if this is the outermost unit."""
         if self.sharded.is_outermost:
             self.sharded.synchronizer.rows = rows
         with _driver_of(self.sharded.outermost)._running_pass() as running:

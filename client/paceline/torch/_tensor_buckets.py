@@ -48,7 +48,7 @@ class Crossing:
     """One way of a bucket to pinned memory, over links, and back. The copies to pinned memory begin here.
 
     Args:
-        streams: those of the device.
+        streams: the device's streams.
         outgoing: what is copied to pinned memory.
         home: where the sum is copied to.
         pinned: memory for all of `outgoing`.

@@ -58,9 +58,9 @@ class TensorTransport(EngineTransport):
 
 
 class DeviceTransport(HostTransport):
-    """Moves gradients over links: those on the CPU as a `HostTransport`, and those on a device through pinned memory.
+    """Moves gradients over links: from the CPU as a `HostTransport`, and from a device through pinned memory.
 
-    The arguments are those of `HostTransport`.
+    The arguments are as in `HostTransport`.
     """
 
     _first: tuple[str, Any] = "", None

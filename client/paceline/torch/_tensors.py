@@ -152,7 +152,7 @@ def write_all(tensors: Mapping[str, Tensor], values: Mapping[str, NDArray[Any]])
 
 
 def _alike(tensors: Mapping[KeyT, Tensor]) -> list[list[KeyT]]:
-    """Returns the keys of tensors on a device, those of one device and dtype together."""
+    """Returns the keys of tensors on a device, grouped by device and dtype."""
     found: dict[tuple[Any, Any], list[KeyT]] = {}
     for key, tensor in tensors.items():
         if not on_host(tensor):

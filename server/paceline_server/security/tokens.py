@@ -26,7 +26,7 @@ _SCHEME = "bearer"
 _ROLE = "role="
 
 _OF_RUN = re.compile(r"(.+)/(?:nodes|[0-9]+(?:\.[0-9]+)?)", re.ASCII | re.DOTALL)
-"""Jobs of a run: RUN/nodes, in which torchrun's agents are members, and those of its workers: RUN/3 in the third round,
+"""Jobs of a run: RUN/nodes, in which torchrun's agents are members, and its workers' jobs: RUN/3 in the third round,
 and RUN/3.1 for the backend of torch.distributed."""
 
 
@@ -91,7 +91,7 @@ class Tokens:
     def parse(cls, text: str) -> Tokens:
         """Reads a file of tokens: on a line `TOKEN`, `TOKEN JOB`, `TOKEN role=ROLE` or `TOKEN role=ROLE JOB`.
 
-        A token without a role has that of an operator, and one without a job is good for all jobs. `#` begins a comment
+        A token without a role is an operator's, and one without a job is good for all jobs. `#` begins a comment
         line. A token on several lines is good for the jobs of all these lines, in one role.
         """
         jobs: dict[bytes, set[str] | None] = {}

@@ -136,7 +136,7 @@ class AuditInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]  # not 
         if not handler or method not in _ACTIONS:
             return handler
         make: Any = grpc.stream_stream_rpc_method_handler
-        inner: Any = handler.stream_stream  # that of a refusal, which reads no request
+        inner: Any = handler.stream_stream  # a refusal's, which reads no request
         if handler.unary_unary is not None:
             make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
         elif handler.unary_stream is not None:

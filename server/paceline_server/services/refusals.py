@@ -73,7 +73,7 @@ def _reading(handler: _Handler) -> _Handler:
 
 def _reading_stream(handler: Any) -> Any:
     async def handle(requests: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        return await handler(requests, SessionMessages(context))  # the only streams are those of sessions
+        return await handler(requests, SessionMessages(context))  # the only streams are sessions
 
     return handle
 

@@ -130,7 +130,7 @@ CREATE TABLE key (
 
 
 class NotAStateFile(Exception):
-    """The database is another program's, or that of another version of the coordinator."""
+    """The database belongs to another program, or to another version of the coordinator."""
 
 
 def prepare(connection: sqlite3.Connection) -> None:

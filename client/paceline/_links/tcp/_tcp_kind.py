@@ -39,7 +39,7 @@ from pacelinepb.v1 import peer_pb2
 _log = logging.getLogger("paceline.links")
 
 _BACKLOG = 1024
-"""Connections that can wait in the kernel: those of a large cluster come all at once."""
+"""Connections that can wait in the kernel: a large cluster's come all at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class _Expected:
 class TcpHost:
     """Listens for data sockets. Everything runs on the loop.
 
-    `context` is that of `server_context`, None without TLS. `port` is 0 while this does not listen. `limits` may be
+    `context` comes from `server_context`, None without TLS. `port` is 0 while this does not listen. `limits` may be
     replaced: the new ones apply to connections that come later.
     """
 
@@ -346,7 +346,7 @@ async def connect(
 ) -> TcpOutgoing:
     """Connects all streams of a half to a `TcpHost`, within `timeout` seconds in all.
 
-    The peer expects the ticket and 1 to MAX_STREAMS connections. With TLS, `context` is that of `client_context`, and
+    The peer expects the ticket and 1 to MAX_STREAMS connections. With TLS, `context` comes from `client_context`, and
     the peer's certificate must contain `server_name`. Raises LinkUnavailable if the half cannot be opened; the link
     then uses another kind.
     """

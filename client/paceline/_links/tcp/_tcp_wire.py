@@ -119,7 +119,7 @@ def decode_head(data: memoryview) -> Head:
 def cut(size: int, streams: int, number: int) -> list[tuple[int, int, int]]:
     """Returns which part of a payload goes on which stream, as (stream, begin, end). The stream of the header is first.
 
-    The payload of `size` bytes is that of frame `number`, from 0.
+    The payload of `size` bytes belongs to frame `number`, from 0.
     """
     if streams == 1 or size <= MIN_PIECE:
         return [(number % streams, 0, size)]

@@ -94,7 +94,7 @@ class ShardCopies:
     def send_gradients(self, group: Group) -> None:
         """Sends this rank's gradients to the ranks that have copies of its shard, and receives those for its copies.
 
-        A collective. It also compares a few elements of each copy with those of its owner.
+        A collective. It also compares a few elements of each copy with its owner's.
 
         Raises:
             StepOrderError: a shard has other values than its copy, on all ranks.
@@ -218,6 +218,6 @@ def _fit(memory: Arrays, sizes: Mapping[np.dtype[Any], int], group: Group) -> No
 
 
 def _are_close(here: NDArray[Any], there: NDArray[Any]) -> bool:
-    """True if a copy's values are those of its owner, but for rounding."""
+    """True if a copy's values equal its owner's, but for rounding."""
     most = float(np.abs(there).max(initial=0.0, where=np.isfinite(there)))
     return bool(np.allclose(here, there, rtol=0.0, atol=_TOLERANCE * most, equal_nan=True))

@@ -370,7 +370,7 @@ class Flat:
         return next((path for path, p in self._named.items() if p.grad is not None), None)
 
     def put_gradients(self, shard: NDArray[Any], used: NDArray[np.bool_]) -> None:
-        """Adds this rank's shard of the gradients, shape [S], to those of the pieces that any rank used."""
+        """Adds this rank's shard of the gradients, shape [S], to the gradients of the pieces that any rank used."""
         for piece, place, any_use in zip(self.pieces, self._places, used, strict=True):
             if any_use:
                 gradient = shard[place].reshape(piece.shape)

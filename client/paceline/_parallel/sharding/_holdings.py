@@ -120,7 +120,7 @@ class ShardMemory:
 class ShardMove:
     """A move of this rank to another share of the state; `target` is memory for the caller to fill.
 
-    The arguments are those of `ShardMemory`.
+    The arguments are as in `ShardMemory`.
     """
 
     def __init__(

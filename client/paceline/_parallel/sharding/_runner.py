@@ -182,7 +182,7 @@ class UnitReduction:
             self._sums = {id(flat): TreeSums(order.leaves) for _, flat in self._flats}
 
     def set_aside(self, weight: float) -> None:
-        """Adds the gradients of a finished leaf, and its weight, to those of the leaves before it."""
+        """Adds the gradients of a finished leaf, and its weight, to the sums of the leaves before it."""
         self._add_weight(weight)
         for _, flat in self._flats:
             if flat.gradients.are_wanted:
@@ -245,7 +245,7 @@ class UnitReduction:
             flat.gradients.free()
 
     def make_room(self) -> None:
-        """Waits, before a unit's gradients take memory, until those of all but the last units have been sent.
+        """Waits, before a unit's gradients take memory, until all but the last units' have been sent.
 
         Second collectives begin here, even if the first ended long before: this is the same point of the program on all
         ranks, so that after an error no rank is a collective ahead.
@@ -324,7 +324,7 @@ class UnitRunner:
     """Runs the units of a model; the `GradientReducer` of FSDP.
 
     The units are in the order in which they run forward, as far as it is known; `ahead` of them are gathered before
-    they run. `paths` are those of all pieces, by identity.
+    they run. `paths` has the paths of all pieces, by identity.
     """
 
     def __init__(self, units: Sequence[Unit], paths: Mapping[int, str], group: Group, ahead: int) -> None:
@@ -547,7 +547,7 @@ class UnitRunner:
         """Sends the remaining gradients, waits for all, and leaves the weighted means in the pieces.
 
         A parameter that no rank used gets no gradient. If users have written gradients themselves (`replaces`), these
-        replace those of the pieces. A piece whose gradient nobody wrote keeps what it has.
+        replace the pieces' gradients. A piece whose gradient nobody wrote keeps what it has.
 
         Raises:
             StepOrderError: the weights of all ranks add up to 0, a gradient came after its unit's were sent, or the

@@ -265,7 +265,7 @@ class ShardedModel:
         return [powers[piece] for piece in self.paths() if piece in powers]
 
     def keeps_reducer(self) -> bool:
-        """See `SynchronizedModel`: sums are those of the ranks of one generation."""
+        """See `SynchronizedModel`: sums are over the ranks of one generation."""
         return False
 
     def agree(self, *, may_change: bool, agreed_in: int) -> UnitRunner:
@@ -412,7 +412,7 @@ class ShardedModel:
     def place_of(self, shard: int, shards: int, *, keeps_full: bool = True) -> Placement:
         """Returns a place in a future view, whose other ranks are not known yet.
 
-        Without `keeps_full` it is that of a shard alone, whatever the strategy.
+        Without `keeps_full` it is the place of a shard alone, whatever the strategy.
         """
         keeps_full = keeps_full and self.strategy is ShardingStrategy.SHARD_GRAD_OP
         return Placement(tuple(range(shards)), (shard,), shard, (), keeps_full)

@@ -49,9 +49,9 @@ class TreeSums:
 class TreeScattering:
     """Sums the gradients of one flat array over all microbatches of a step; each rank gets the shard that it keeps.
 
-    Under HYBRID_SHARD the leaves of a node are adjacent, since those of its ranks are. Its ranks exchange their
+    Under HYBRID_SHARD the leaves of a node are adjacent, since its ranks' leaves are. Its ranks exchange their
     subtrees, so that the owner of a shard can add them up to the maximal subtrees of the node; these are summed over
-    the nodes. Ranks begin their collectives as those of `Scattering`.
+    the nodes. Ranks begin their collectives as in `Scattering`.
 
     Args:
         terms: this rank's whole gradients, shape [n S]: the sums of its maximal subtrees.

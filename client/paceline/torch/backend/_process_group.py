@@ -248,7 +248,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self.allreduce(tensors, opts or AllreduceCoalescedOptions())
 
     def reduce(self, tensors: Sequence[Any], opts: Any = None) -> Operation:
-        """Replaces the root's tensors by the result; leaves those of other ranks."""
+        """Replaces the root's tensors by the result; leaves other ranks' as they are."""
         opts = opts or ReduceOptions()
         op, root = _op(opts, tensors), opts.rootRank
         buffers = [result_buffer(tensor, filled=True) for tensor in tensors]
@@ -323,7 +323,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return "sum", finish
 
     def _all_reduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Operation:
-        """Sums sparse tensors in place: gathers the elements of all ranks, and adds up those of the same index."""
+        """Sums sparse tensors in place: gathers the elements of all ranks, and adds up elements of the same index."""
         if _op(opts, ()) != "sum":
             raise UnsupportedOp("all_reduce of a sparse tensor can only sum: use ReduceOp.SUM, or a dense tensor")
         for tensor in tensors:
@@ -350,7 +350,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch has no typ
         return self._run("broadcast", opts, collectives, tensors, [buffer.copy_back for buffer in buffers])
 
     def allgather(self, outs: Sequence[Sequence[Any]], ins: Sequence[Any], opts: Any = None) -> Operation:
-        """Gathers all ranks' tensors, each into its own output; sizes may differ if those of the outputs do."""
+        """Gathers all ranks' tensors, each into its own output; sizes may differ if the outputs' do."""
         opts = opts or AllgatherOptions()
         collectives, finishes = [], []
         for parts, x in zip(outs, ins, strict=True):

@@ -70,7 +70,7 @@ _GOODBYE_S = 2.0
 class Reconfigurable(ProcessGroup):
     """A process group without members until its first `reconfigure`; until then it reports this rank and size.
 
-    The timeout, in seconds, is that of operations that have none of their own. All members can reach the meeting's
+    The timeout, in seconds, is for operations that have none of their own. All members can reach the meeting's
     address. Other members reach this one at the address that this host uses to connect there.
     """
 
@@ -79,7 +79,7 @@ class Reconfigurable(ProcessGroup):
         self._meeting = meeting
         self._config = Config.from_environment()
         advertise = os.environ.get("PACELINE_ADVERTISE")
-        # Leave out the port: links of the last generation still use it while those of the next one are made.
+        # Leave out the port: links of the last generation still use it while links of the next one are made.
         self._advertise = str(replace(parse_endpoint(advertise, default_port=0), port=0)) if advertise else None
         self._changing = threading.RLock()  # `reconfigure` and `abort` may run together; both leave the members
         super().__init__(self._empty_group(_NO_MEMBERS), timeout, _do_nothing)
@@ -136,7 +136,7 @@ class Reconfigurable(ProcessGroup):
 
     @raising_torch_errors()
     def reconfigure(self, opts: c10d.ReconfigureOptions) -> Operation:
-        """Leaves the current members, and joins those of the handles; returns when all have links.
+        """Leaves the current members, and joins the handles' members; returns when all have links.
 
         Args:
             opts: `uuid`, which no earlier generation of this group has had; `handles`, one for each member, whose order
