@@ -15,14 +15,14 @@ from paceline._base.activity import FlightRecorder
 from paceline._base.addresses import parse_endpoint
 from paceline._session.answers import record_answer, whole_record
 from paceline._session.stack_file import own_stacks
-from paceline.cli.debug.chrome_trace import make_trace
-from paceline.cli.debug.folding import Process, fold, read_stacks
-from paceline.cli.debug.records import read_record
 from paceline.cli.debug.stuck import find_stuck
 from paceline.cli.launcher.console import Console, LogFiles
 from paceline.cli.launcher.printed import LineSplitter
 from paceline.cli.launcher.worker import Worker
 from paceline.cli.sizes import parse_sizes
+from pacelinepb.debug.chrome_trace import make_trace
+from pacelinepb.debug.folding import Process, fold, read_stacks
+from pacelinepb.debug.records import read_record
 from support.chrome_format import check_trace
 
 __all__ = ["SEEDS", "address", "news", "record", "sizes", "stacks"]

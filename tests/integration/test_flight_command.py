@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.debug.gathering import without_members
 from paceline.testing import coordinator
+from pacelinepb.debug.gathered import without_members
 from pacelinepb.v1.admin_pb2 import GetJobResponse, JobPhase, JobSummary, JobTotals
 from support.command import Command, command
 from support.processes import workers

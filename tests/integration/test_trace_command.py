@@ -13,9 +13,9 @@ import pytest
 from paceline._base.activity import FlightRecorder
 from paceline._session.answers import record_answer, whole_record
 from paceline.cli.debug import trace_command
-from paceline.cli.debug.gathering import Gathered
-from paceline.cli.debug.records import read_record
 from paceline.testing import coordinator
+from pacelinepb.debug.gathered import Gathered
+from pacelinepb.debug.records import read_record
 from support.chrome_format import check_trace
 from support.command import command
 from support.processes import workers

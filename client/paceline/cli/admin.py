@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from paceline.credentials import Credentials
 from paceline.errors import CoordinatorUnreachable, PacelineError
 from paceline.launch._own_coordinator import own_addresses, own_credentials
 from paceline.launch._running_job import AWAY, all_jobs, drain_call, one_job
+from pacelinepb.debug.gathered import Answered, label_of, read_answers
 from pacelinepb.status_json import seconds
 from pacelinepb.v1.admin_pb2 import (
     AskMembersRequest,
@@ -34,7 +34,7 @@ from pacelinepb.v1.admin_pb2 import (
     RestartJobRequest,
 )
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
-from pacelinepb.v1.session_pb2 import JobSettings, Member, Question
+from pacelinepb.v1.session_pb2 import JobSettings, Question
 
 T = TypeVar("T")
 
@@ -53,9 +53,7 @@ _FEW = 5
 
 def label(status: MemberStatus) -> str:
     """Names a member as sentences do: its rank or member id, host and process id."""
-    process = status.member.process
-    name = f"rank {status.member.rank}" if status.in_view else f"member {status.member.member_id}"
-    return f"{name} ({process.host}, pid {process.pid})"
+    return label_of(status.member, in_view=status.in_view)
 
 
 def is_heard(status: MemberStatus, settings: JobSettings) -> bool:
@@ -108,25 +106,6 @@ def drain(coordinator: str, job: str, members: Sequence[str], timeout: float) ->
     return _run(coordinator, timeout, drain_call(job, members), job)
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The answer of one member, or the reason why there is none.
-
-    The member's rank is meaningful only if `in_view`. Nobody has checked its `data` yet. `asked_at` and `answered_at`
-    are seconds since 1970 on the coordinator's clock.
-    """
-
-    member: Member
-    in_view: bool
-    data: bytes
-    trouble: str
-    asked_at: float
-    answered_at: float
-
-    def __str__(self) -> str:
-        return label(MemberStatus(member=self.member, in_view=self.in_view))
-
-
 def list_events(coordinator: str, job: str, timeout: float) -> list[JobEvent]:
     """Returns what has happened to a job, oldest first, as far as the coordinator remembers."""
 
@@ -165,24 +144,19 @@ def ask_members(
     async def call(channel: aio.Channel, left: float) -> list[Answered]:
         metadata = await credentials.metadata()  # the channel shows the token only for calls with one answer
         answers = AdminServiceStub(channel).AskMembers(request, metadata=metadata)
-        found = []
+        found: list[AskMembersResponse] = []
         try:
             # Each member that is asked answers within `patience`, so something comes that often.
             while (answer := await asyncio.wait_for(answers.read(), left + patience)) is not EOF:
                 assert isinstance(answer, AskMembersResponse)
-                found.append(_answered(answer))
+                found.append(answer)
         except TimeoutError:
             raise CoordinatorUnreachable(f"the coordinator at {coordinator} has stopped answering") from None
         finally:
             answers.cancel()
-        return sorted(found, key=lambda each: (not each.in_view, each.member.rank))
+        return read_answers(found)
 
     return _run(coordinator, timeout, call, job)
-
-
-def _answered(answer: AskMembersResponse) -> Answered:
-    at = [each.ToNanoseconds() / 1e9 for each in (answer.asked_at, answer.answered_at)]
-    return Answered(answer.member, answer.in_view, answer.data, answer.trouble, *at)
 
 
 def restart(coordinator: str, job: str, timeout: float) -> list[str]:

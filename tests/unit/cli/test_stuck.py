@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from unit.cli.flight import done, failed, record, waits
+from unit.protos.flight import done, failed, record, waits
 
 from paceline.cli.debug.stuck import Finding, find_stuck, in_ranks
 

@@ -16,8 +16,8 @@ from paceline._base.proofs import DoorKey
 from paceline._session import answers
 from paceline._session.answers import MAX_ANSWER_BYTES, answer_question, record_answer, stacks_answer, whole_record
 from paceline._session.control import ControlStream
-from paceline.cli.debug.records import read_record
 from pacelinepb import MOST_PIDS
+from pacelinepb.debug.records import read_record
 from pacelinepb.v1 import session_pb2 as pb
 
 LONGEST = b"all_reduce op=sum float64[" + b",".join([b"1"] * 32) + b"]"

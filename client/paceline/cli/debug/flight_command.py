@@ -6,10 +6,10 @@ from pathlib import Path
 
 from paceline._base.terminal import printable
 from paceline.cli.debug.gathering import gather_records
-from paceline.cli.debug.records import MemberRecord
 from paceline.cli.debug.stuck import find_stuck
 from paceline.cli.output import print_json
 from paceline.errors import PacelineError
+from pacelinepb.debug.records import MemberRecord
 
 
 def show_flight(

@@ -6,20 +6,19 @@ it runs on this host, else from another member of its host.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from paceline._base.terminal import printable
 from paceline._session.identity import process_identity
 from paceline._session.stack_file import stacks_by_signal
-from paceline.cli.admin import Answered, ask_members, coordinator_of, get_job
-from paceline.cli.debug.folding import Process, by_trouble, fold, read_stacks
-from paceline.cli.debug.gathering import without_members
+from paceline.cli.admin import ask_members, coordinator_of, get_job
 from paceline.cli.debug.stuck import in_ranks
 from paceline.cli.output import print_json
 from paceline.errors import PacelineError
 from pacelinepb import MOST_PIDS
+from pacelinepb.debug.folding import Process, by_trouble, fold, read_stacks
+from pacelinepb.debug.gathered import Answered, without_members
+from pacelinepb.debug.stack_answers import process_of, read_stacks_answer, run_it_there, stacks_as_dict
 from pacelinepb.v1.session_pb2 import QUESTION_STACKS, ProcessIdentity
 
 PATIENCE_S = 1.0
@@ -37,7 +36,7 @@ def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything
     answers = ask_members(address, job, QUESTION_STACKS, timeout, patience=PATIENCE_S)
     if not answers:
         raise PacelineError(without_members(get_job(address, job, timeout)))
-    found = {each.member.member_id: _process(each) for each in answers}
+    found = {each.member.member_id: process_of(each) for each in answers}
     here, far = process_identity(), []
     for each in answers:
         if each.trouble:
@@ -50,7 +49,8 @@ def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything
         found[each.member.member_id] = process
     processes = list(found.values())
     if as_json:
-        print_json({"job": job, "processes": [_as_dict(each, answers) for each in processes]})
+        by_id = {each.member.member_id: each for each in answers}
+        print_json({"job": job, "processes": [stacks_as_dict(each, by_id[id_]) for id_, each in found.items()]})
         return
     _print(processes, everything=everything)
 
@@ -61,37 +61,15 @@ def _is_near(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     return all(place) and place == (other.boot_id, other.pid_namespace)
 
 
-def _process(answer: Answered, number: int = 0) -> Process:
-    """Reads what a member has answered about itself, or about another process of its host."""
-    rank = answer.member.rank if answer.in_view else None
-    if answer.trouble:
-        return Process(str(answer), rank, trouble=answer.trouble)
-    text, trouble = _read(answer.data, number)
-    return Process(str(answer), rank, read_stacks(text), trouble)
-
-
-def _read(data: bytes, number: int) -> tuple[str, str]:
-    """Returns the text of a process's stacks, and why there are none; the answer comes from another process."""
-    try:
-        found = json.loads(data)["stacks"][number]
-        text, trouble = found["text"], found["trouble"]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return "", "gave an answer that cannot be read"
-    if not isinstance(text, str) or not isinstance(trouble, str):
-        return "", "gave an answer that cannot be read"
-    return text, trouble[:500]
-
-
 def _signalled(answer: Answered) -> Process | None:
     """Signals a process of this host; None if it has no file here: another user, or another TMPDIR."""
-    rank = answer.member.rank if answer.in_view else None
     try:
         text = stacks_by_signal(answer.member.process.pid)
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Process(str(answer), rank, trouble=f"{answer.trouble}; {error.strerror or error}")
-    return Process(str(answer), rank, read_stacks(text))
+        return Process(str(answer), answer.rank, trouble=f"{answer.trouble}; {error.strerror or error}")
+    return Process(str(answer), answer.rank, read_stacks(text))
 
 
 def _by_neighbours(
@@ -105,10 +83,8 @@ def _by_neighbours(
         helper = next((each for each in answers if not each.trouble and _is_near(each.member.process, place)), None)
         if helper is None:
             for each in silent:
-                host, pid = each.member.process.host, each.member.process.pid
-                advice = f"run paceline debug stacks {job} on {host} (pid {pid}), as the user of the job"
-                text = f"{each.trouble}, nor does another member of its host: {advice}"
-                found.append((each, Process(str(each), each.member.rank if each.in_view else None, trouble=text)))
+                text = f"{each.trouble}, nor does another member of its host: {run_it_there(job, each)}"
+                found.append((each, Process(str(each), each.rank, trouble=text)))
         else:
             pids = [each.member.process.pid for each in silent]
             asked = ask_members(
@@ -120,11 +96,11 @@ def _by_neighbours(
                 pids=pids,
                 patience=_SIGNALLED_S,
             )
+            data, none = asked[0].data, asked[0].trouble
             for number, each in enumerate(silent):
-                rank = each.member.rank if each.in_view else None
-                text, trouble = ("", asked[0].trouble) if asked[0].trouble else _read(asked[0].data, number)
+                text, trouble = ("", none) if none else read_stacks_answer(data, number)
                 trouble = f"{each.trouble}; {trouble}" if trouble else ""
-                found.append((each, Process(str(each), rank, read_stacks(text), trouble)))
+                found.append((each, Process(str(each), each.rank, read_stacks(text), trouble)))
         far = [each for each in far if each not in silent]
     return found
 
@@ -152,15 +128,3 @@ def _named(members: Sequence[Process]) -> str:
         return ", ".join(each.label for each in members)
     places = {each.label.partition("(")[2].partition(",")[0] for each in members}
     return f"{in_ranks(ranks)} ({', '.join(sorted(places))})"
-
-
-def _as_dict(process: Process, answers: Sequence[Answered]) -> dict[str, Any]:
-    member = next(each.member for each in answers if str(each) == process.label)
-    return {
-        "rank": process.rank,
-        "member_id": member.member_id,
-        "host": member.process.host,
-        "pid": member.process.pid,
-        "threads": [{"main": stack.is_main, "frames": list(stack.frames)} for stack in process.stacks],
-        "trouble": process.trouble,
-    }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cli.debug.records import GroupKey, MemberRecord, RecordedOperation
+from pacelinepb.debug.records import GroupKey, MemberRecord, RecordedOperation
 
 LEAST_S = 0.5
 """Seconds after which a wait is worth a word. Records of a job that runs are milliseconds apart, and so differ too."""

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from paceline._base.terminal import printable
 from paceline.cli.admin import coordinator_of, list_events
-from paceline.cli.debug.chrome_trace import Happened, make_trace
-from paceline.cli.debug.clocks import Clock, Sighting, align
-from paceline.cli.debug.gathering import Gathered, gather_records
+from paceline.cli.debug.gathering import gather_records
 from paceline.cli.output import print_json
 from paceline.errors import PacelineError
+from pacelinepb.debug.gathered import draw_trace
 
 
 def write_trace(
@@ -23,13 +22,8 @@ def write_trace(
     found = gather_records(job, coordinator, directory, timeout)
     if not found.records:
         raise PacelineError("no flight record is there" + "".join(f"; {note}" for note in found.notes))
-    clocks = _clocks(found)
-    events = []
-    if found.answers:
-        listed = list_events(coordinator_of(found.job, coordinator, timeout), found.job, timeout)
-        events = [Happened(each.at.ToNanoseconds() / 1e9, each.kind, each.generation, each.text) for each in listed]
-    trace = make_trace(found.records, events, clocks)
-    trace["otherData"] |= {"source": found.source, "missing": _missing(found)}
+    listed = list_events(coordinator_of(found.job, coordinator, timeout), found.job, timeout) if found.answers else []
+    trace = draw_trace(found, listed)
     partial = out.with_name(f"{out.name}.{secrets.token_hex(8)}.tmp")  # nobody can foresee it and lay a link there
     try:
         with partial.open("x", encoding="ascii") as file:  # not by tempfile, whose files are for this user alone
@@ -38,29 +32,15 @@ def write_trace(
     finally:
         partial.unlink(missing_ok=True)
     number = sum(event["ph"] == "X" for event in trace["traceEvents"])
-    doubts = [clock.uncertainty for clock in clocks.values() if clock.uncertainty is not None]
+    doubts = [each["uncertainty_s"] for each in trace["otherData"]["clocks"] if each["uncertainty_s"] is not None]
     if as_json:
         facts = {"job": found.job, "file": str(out), "slices": number, "members": len(found.records)}
-        print_json({**facts, "uncertainty_s": round(max(doubts), 6) if doubts else None, "missing": _missing(found)})
+        print_json({**facts, "uncertainty_s": max(doubts) if doubts else None, "missing": found.missing})
         return
     known = f"clocks are aligned to {max(doubts) * 1e3:.1f} ms" if doubts else "clocks are not aligned"
     print(
         printable(f"{out}: {number} operations and steps of {len(found.records)} members of job {found.job!r}; {known}")
     )
-    for line in _missing(found):
+    for line in found.missing:
         print(printable(f"  ({line})"))
     print("Open it at https://ui.perfetto.dev, which keeps it in the browser, or at chrome://tracing.")
-
-
-def _clocks(found: Gathered) -> dict[str, Clock]:
-    sightings = []
-    for record in found.records:
-        answer = found.answers.get(record.member_id)
-        if answer is not None and record.read_at is not None and record.sent_at is not None:
-            at = answer.asked_at, record.read_at, record.sent_at, answer.answered_at
-            sightings.append(Sighting(record.member_id, answer.member.process.boot_id, *at))
-    return align(sightings)
-
-
-def _missing(found: Gathered) -> list[str]:
-    return [f"rank {rank}: {text}" for rank, text in sorted(found.silent.items())] + found.notes

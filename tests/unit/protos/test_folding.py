@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.debug.folding import Process, Stack, by_trouble, fold, read_stacks, shorten
+from pacelinepb.debug.folding import Process, Stack, by_trouble, fold, read_stacks, shorten
 
 DUMP = """Thread 0x00007fd86a7fc6c0 (most recent call first):
   File "/usr/lib/python3.11/selectors.py", line 468 in select

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.cli.debug.clocks import Clock
-from paceline.cli.debug.records import GroupKey, MemberRecord, RecordedOperation
+from pacelinepb.debug.clocks import Clock
+from pacelinepb.debug.records import GroupKey, MemberRecord, RecordedOperation
 
 COORDINATOR = 1_000_000
 """The number of the coordinator's process; ranks have their own, and members without a rank come after it."""

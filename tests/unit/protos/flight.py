@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.cli.debug.records import MemberRecord, RecordedOperation
+from pacelinepb.debug.records import MemberRecord, RecordedOperation
 
 __all__ = ["NOW", "done", "failed", "record", "waits"]
 

@@ -1,4 +1,4 @@
-"""Flight records as commands read them: the answers of members, and the files of dumps.
+"""Flight records as they are read: the answers of members, and dumps. Pure.
 
 They come from other processes, so everything is checked before it is believed.
 """
@@ -9,11 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
-
-MAX_DUMP_BYTES = 16 << 20
-"""The longest file that is read: a dump of 1,000 operations with the longest names has some 3 MB."""
 
 _MOST_OPERATIONS = 10_000
 _MOST_RANKS = 1 << 16
@@ -107,31 +103,6 @@ def read_record(data: bytes) -> MemberRecord:
         return _record(found)
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a flight record: {type(error).__name__}: {str(error)[:200]}") from None
-
-
-def newest_dumps(directory: Path, job: str | None) -> tuple[list[MemberRecord], list[str]]:
-    """Reads the newest dump of each rank in a folder: the records by rank, and a sentence about each unreadable file.
-
-    Without a `job` it is the one that the folder's newest dump is about. Raises OSError if the folder cannot be read.
-    """
-    newest: dict[tuple[str, int | None], MemberRecord] = {}
-    troubles = []
-    for path in sorted(directory.iterdir()):
-        if path.suffix != ".json":
-            continue
-        try:
-            with path.open("rb") as file:
-                record = read_record(file.read(MAX_DUMP_BYTES))
-        except (OSError, ValueError) as error:
-            troubles.append(f"{path} is left out: {error}")
-            continue
-        key = record.job, record.rank
-        if key not in newest or newest[key].at < record.at:
-            newest[key] = record
-    if job is None and newest:
-        job = max(newest.values(), key=lambda record: record.at).job
-    found = [record for record in newest.values() if record.job == job]
-    return sorted(found, key=lambda record: -1 if record.rank is None else record.rank), troubles
 
 
 def _record(found: Any) -> MemberRecord:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit.cli.flight import NOW, done, failed, record, waits
+from unit.protos.flight import NOW, done, failed, record, waits
 
-from paceline.cli.debug.chrome_trace import COORDINATOR, Happened, make_trace
-from paceline.cli.debug.clocks import Clock, Sighting, align
-from paceline.cli.debug.records import Entered, MemberRecord
+from pacelinepb.debug.chrome_trace import COORDINATOR, Happened, make_trace
+from pacelinepb.debug.clocks import Clock, Sighting, align
+from pacelinepb.debug.records import Entered, MemberRecord
 from support.chrome_format import check_trace
 
 GOLDEN = Path(__file__).with_name("trace.golden.json")
