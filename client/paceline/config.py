@@ -75,6 +75,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "PACELINE_TORCH_WORLD": "set by `paceline run` to 1 if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
     "and MASTER_PORT describe its workers, for scripts that use torch.distributed by itself",
     "PACELINE_LAUNCHER_FD": "set by `paceline run`: a pipe on which workers report their views to it",
+    "PACELINE_OUTPUT_FD": "set by `paceline run`: a file in which it keeps the last lines that the worker has printed",
     "PACELINE_FLIGHT_DIR": "folder for the last operations, written on SIGUSR2 and when a generation fails (default: "
     "paceline-UID/flight in the temporary directory); 'off' for none",
     "PACELINE_TRACEBACK": "1: show the stack of a PacelineError under `paceline run`, and of Ctrl-C",

@@ -114,6 +114,8 @@ class ExitReported:
     """True if no process saw it end, but another one on its host found that it no longer exists."""
     launch_id: str = ""
     """Id of its launch; empty if its launcher does not say."""
+    output: str = field(default="", repr=False)
+    """The last lines that it printed, for people: no decision and no state has them."""
 
     @property
     def how(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from paceline_protocol import Counters, Ending, Seat, Verdict, View, rank_name
@@ -73,6 +74,9 @@ KEPT_S = 60.0
 MOST_GONE = 100
 """The most members that have gone that are shown."""
 
+_WITH_OUTPUT = 8
+"""The last members that have ended whose last lines are kept: 2 KB each, in each message of the page."""
+
 _REASON_EVERY_S = 1.0
 """Least seconds between two events that say why a job stands where it does: 1,000 arrivals have 1,000 reasons."""
 
@@ -108,6 +112,8 @@ class Gone:
     """True if its process is known to have ended, but nobody has told how."""
     loss: str = ""
     """One of `LOSSES` that it is to be counted under, unless somebody has seen its process end; empty if it counts."""
+    output: str = ""
+    """The last lines that it printed, if its launcher has sent them; kept of the last `_WITH_OUTPUT` members alone."""
 
 
 @dataclass(slots=True)
@@ -436,7 +442,10 @@ class Tally:
             self._count_loss(self.gone[0], self.gone[0].loss)
         found_gone = isinstance(event, ExitReported) and event.found_gone
         gone = Gone(now, member_id, session, _cut(how), found_gone)
+        gone.output = event.output if isinstance(event, ExitReported) else ""
         self.gone.append(gone)
+        if len(self.gone) > _WITH_OUTPUT:
+            self.gone[-1 - _WITH_OUTPUT].output = ""
         if not orderly and session.last_generation:
             gone.loss = _loss(event, ending)
             if gone.loss in _KNOWN:
@@ -469,6 +478,9 @@ class Tally:
     def _amend_by(self, event: ExitReported) -> list[Happening]:
         """Says how members went of which no more was known than that they were silent, gone, or cut off."""
         found = []
+        for gone in islice(reversed(self.gone), _WITH_OUTPUT) if event.output else ():
+            if gone.session.process.is_same(event.process):
+                gone.output = event.output
         for gone in self.gone:
             news = gone.loss or (gone.found_gone and not event.found_gone)
             if news and gone.session.process.is_same(event.process):

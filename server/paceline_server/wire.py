@@ -47,6 +47,9 @@ _ID = re.compile(r"[!-~]{0,64}")
 
 _LONGEST_DOING = 64
 
+MOST_OUTPUT = 2_000
+"""The most bytes of the last lines of a process that has ended."""
+
 _KIND = re.compile(r"[a-z0-9_]{1,16}")
 """The name of a kind of link. Metrics have it as the value of a label."""
 
@@ -103,6 +106,18 @@ def cut(text: str, limit: int) -> str:
     text = "".join(character if character.isprintable() else " " for character in text[:limit])
     data = text.encode(errors="replace")
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
+
+
+def read_output(text: str) -> str:
+    """Reads the last lines that a process printed: the end of them, of `MOST_OUTPUT` bytes, with its tabs and newlines.
+
+    Other characters that cannot be printed are taken out, or are a space where they are white space.
+    """
+    shown = "".join(
+        character if character.isprintable() or character in "\n\t" else " " if character.isspace() else ""
+        for character in text[-MOST_OUTPUT:]
+    )
+    return shown.encode(errors="replace")[-MOST_OUTPUT:].decode(errors="ignore")
 
 
 def read_address(text: str, settings: ServerSettings) -> str:

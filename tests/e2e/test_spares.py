@@ -39,7 +39,7 @@ TELLING = """
     import beside
     import installed
     def function(): ...
-    OF_EACH_PROCESS = {"PACELINE_LAUNCHER_FD", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+    OF_EACH_PROCESS = {"PACELINE_LAUNCHER_FD", "PACELINE_OUTPUT_FD", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
     told = {
         "cwd": os.getcwd(),
         "argv": sys.argv,

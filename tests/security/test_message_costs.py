@@ -209,7 +209,7 @@ def test_the_longest_requests_are_cheap_to_handle(method: Any, of_member: bool) 
 
 # What is too much ---------------------------------------------------------------------------------------------------
 
-CUT = {"Heartbeat.doing", "Report.text", "Leave.cause"}
+CUT = {"Heartbeat.doing", "Report.text", "Leave.cause", "ReportExitRequest.output"}
 """Texts for people: the rest is cut off."""
 
 
@@ -359,6 +359,8 @@ def test_an_oversized_field_in_a_request_is_refused() -> None:
             bad = await RawSession.register(channel, "bad", least=1, most=1)
             for method in CALLS:
                 for name, message in too_long(method.input_type):
+                    if name in CUT:
+                        continue
                     request = type(message)(**_valid(message, bad))
                     request.MergeFrom(message)
                     error = await _refusal(channel, method, request)

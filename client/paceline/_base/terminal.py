@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import sys
 
+ESCAPES = (
+    r"(?:(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # OSC, DCS, SOS, PM, APC
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI
+    r"|\x1b[ -/]*[0-~]?|[\x0e\x0f\x80-\x9f])"  # other escapes, shifts to another alphabet, C1
+)
+"""A regular expression for sequences that a terminal obeys (ECMA-48, 5 and 8.3). The end of each may be missing."""
+
 
 class UsageError(ValueError):
     """The command line asks for something impossible; the text says what would work."""

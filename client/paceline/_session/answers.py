@@ -1,4 +1,4 @@
-"""Answers an operator's questions to a member with its flight record or its stacks, while training continues.
+"""Answers an operator's questions to a member: its flight record, stacks or last lines, while training continues.
 
 An answer is JSON of at most `MAX_ANSWER_BYTES`. It has `read_at` and `sent_at`, the times on this host's clock at which
 the question was read and the answer was sent, in seconds since 1970.
@@ -21,6 +21,7 @@ from paceline._base.proofs import DoorKey
 from paceline._base.rpc import aio, is_transient
 from paceline._session.control import ControlStream
 from paceline._session.flight import flight_head
+from paceline._session.output_file import own_output
 from paceline._session.stack_file import own_stacks, stacks_by_signal, trouble_here
 from pacelinepb import MOST_PIDS
 from pacelinepb.pieces import cut, in_messages
@@ -45,6 +46,8 @@ async def answer_question(
             data = record_answer(record(), read_at)
         elif asked.what == pb.QUESTION_STACKS:
             data = await stacks_answer(tuple(asked.pids), read_at, door_key)
+        elif asked.what == pb.QUESTION_OUTPUT:
+            data = output_answer(os.environ, read_at)
         else:  # of a newer coordinator
             return
         registered = control.registered
@@ -80,6 +83,12 @@ def record_answer(record: Mapping[str, Any], read_at: float) -> bytes:
     del head["operations"]
     head["left_out"] = len(operations) - len(kept)
     return f'{json.dumps(head, default=str)[:-1]}, "operations": [{", ".join(reversed(kept))}]}}'.encode()
+
+
+def output_answer(environment: Mapping[str, str], read_at: float) -> bytes:
+    """Returns the last lines that this process has printed as an answer, or why they are not known."""
+    lines, trouble = own_output(environment)
+    return json.dumps({"lines": lines, "trouble": trouble, "read_at": read_at, "sent_at": time.time()}).encode()
 
 
 async def stacks_answer(pids: tuple[int, ...], read_at: float, door_key: DoorKey) -> bytes:

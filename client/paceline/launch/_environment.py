@@ -13,6 +13,7 @@ from secrets import token_hex
 
 from paceline._base.launcher_variables import LAUNCH, TORCH_WORLD, TORCH_WORLD_NAMES
 from paceline._session.launcher_pipe import LAUNCHER_FD
+from paceline._session.output_file import OUTPUT_FD
 from paceline.engines._variables import variables_of
 
 _THREAD_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -122,7 +123,7 @@ def worker_environment(
             Leave it out, unless your scheduler removes the folder of each process that was killed.
     """
     # An explicit rank in the launcher's environment would be the same in every worker.
-    outer = {*_RANKS, *_BOUNDS, LAUNCH, LAUNCHER_FD, TORCH_WORLD}
+    outer = {*_RANKS, *_BOUNDS, LAUNCH, LAUNCHER_FD, OUTPUT_FD, TORCH_WORLD}
     if TORCH_WORLD in base:  # else these are the user's
         outer.update(TORCH_WORLD_NAMES)
     environment = {name: value for name, value in base.items() if name not in outer}

@@ -300,6 +300,7 @@ def _gone(now: float, gone: Gone) -> pb.GoneMember:
         ago=wire.to_duration(now - gone.at),
         how=gone.how,
         in_view=gone.session.rank is not None,
+        output=gone.output,
     )
 
 

@@ -89,6 +89,7 @@ class SessionHandlers:
             request.exit_code,
             request.found_gone,
             wire.read_launch_id(request.launch_id),
+            wire.read_output(request.output),
         )
         return pb.ReportExitResponse(known=self._dispatcher.report_exit(request.job, event))
 

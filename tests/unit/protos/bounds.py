@@ -14,6 +14,7 @@ from paceline._links.base import MAX_GROUP_NAME
 from paceline._links.frame import MAX_FRAME_BYTES
 from paceline._links.grpc_knock import MAX_ADDRESS_BYTES
 from paceline_server.settings import ServerSettings
+from paceline_server.wire import MOST_OUTPUT
 from pacelinepb import MOST_KINDS, MOST_LOGGED, MOST_NAME_BYTES, MOST_PIDS
 from pacelinepb.bounds import MOST
 from pacelinepb.pieces import cut
@@ -54,6 +55,7 @@ ELSEWHERE = {
     "Leave.cause": SETTINGS.max_text_bytes,
     "Register.address": SETTINGS.max_address_bytes,
     "Register.job": SETTINGS.max_name_bytes,
+    "ReportExitRequest.output": MOST_OUTPUT,
     "Report.text": SETTINGS.max_text_bytes,
     "SetRequest.key": SETTINGS.max_key_bytes,
     "SetRequest.value": SETTINGS.max_wait_keys,

@@ -5,6 +5,7 @@
     shim.py         runs first in the child: ties its life to the launcher's, then runs the script
     worker.py       one child process with its pipes
     printed.py      PURE: what workers print as lines, and as states of progress bars
+    last_lines.py   PURE: the last of these lines
     notices.py      PURE: sentences that all workers say, once
     live_rows.py    PURE: the last rows of a terminal, which show those states
     torch_worlds.py the world of torch.distributed of each replica, or of all workers, with its port

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from paceline._base.terminal import printable
+from paceline._base.terminal import ESCAPES, printable
 from paceline.cli.launcher.live_rows import LiveRows, plain
 from paceline.cli.launcher.notices import Notices
 from paceline.cli.launcher.printed import Printed
@@ -27,14 +27,9 @@ from paceline.launch._supervision import Exit
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: distinct on dark and on light
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
-_ORDERS = re.compile(
-    r"(?!\x1b\[[0-9;:]*m)"  # a colour
-    r"(?:(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"  # OSC, DCS, SOS, PM, APC
-    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # CSI
-    r"|\x1b[ -/]*[0-~]?|[\x0e\x0f\x80-\x9f])"  # other escapes, shifts to another alphabet, C1
-)
-"""Sequences that a terminal obeys, but for the choice of a colour: they move the cursor into others' lines, set the
-window's title, write to the clipboard or reset the terminal (ECMA-48, 5 and 8.3). The end of each may be missing."""
+_ORDERS = re.compile(r"(?!\x1b\[[0-9;:]*m)" + ESCAPES)
+"""What a terminal obeys, but for the choice of a colour: sequences that move the cursor into others' lines, set the
+window's title, write to the clipboard or reset the terminal."""
 
 _STATE_S = 10.0
 """Seconds between two lines that show the present state of a line, where the output is no terminal."""

@@ -54,7 +54,7 @@ class Launcher:
         settings: what workers are told of the job.
         console: shows what happens.
         grace: seconds that a failed worker's peers get to end by themselves if the job cannot go on.
-        report_exit: tells the coordinator how a process ended; must not block.
+        report_exit: tells the coordinator how a process ended, and the last lines that it printed; must not block.
         bind: bind each worker to its share of the cores, if there is one for each (`share_of_cores`).
         spares: how many processes wait with their imports done, to replace failed workers. They need a script or a
             module, and no replicas.
@@ -71,7 +71,7 @@ class Launcher:
         console: Console,
         *,
         grace: float,
-        report_exit: Callable[[ProcessIdentity, int], None],
+        report_exit: Callable[[ProcessIdentity, int, str], None],
         bind: bool = True,
         spares: int = 0,
         replica_size: int | None = None,
@@ -260,7 +260,10 @@ class Launcher:
     def _turn(self) -> None:
         """Waits for events and handles all that have occurred."""
         next_spare = self._schedule.due_at(len(self._spares), self._restartable)
-        deadlines = [at for at in (self._supervision.deadline, self._drained_by, next_spare) if at is not None]
+        outputs = [worker.output_due for worker in self.workers]
+        deadlines = [
+            at for at in (self._supervision.deadline, self._drained_by, next_spare, *outputs) if at is not None
+        ]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         if not self._has_pidfds:
             timeout = _POLL_S if timeout is None else min(timeout, _POLL_S)
@@ -272,19 +275,22 @@ class Launcher:
                 os.read(key.data, 4096)  # empties the wake-up pipe
         # News first, so that lines printed after the view formed are shown with their rank.
         for worker, stream in sorted(pipes, key=lambda pipe: pipe[1] != NEWS):
-            self._read(worker, stream)
+            self._hand_on(worker, stream, self._read(worker, stream))
+        now = time.monotonic()
+        for worker in self.workers:
+            worker.show_output(now)
         self._reap()
         self._obey_signals()
         self._start_again()
         self._keep_spares()
 
-    def _read(self, worker: Worker, stream: str) -> None:
+    def _read(self, worker: Worker, stream: str) -> list[Printed]:
         parts = worker.read(stream)
         if parts is None:
             # First, while it is open: a forked worker may hold a copy of the pipe, for which events would go on.
             self._selector.unregister(worker.streams[stream])
             parts = worker.close(stream)
-        self._hand_on(worker, stream, parts)
+        return parts
 
     def _hand_on(self, worker: Worker, stream: str, parts: Sequence[Printed]) -> None:
         for printed in parts:
@@ -294,14 +300,15 @@ class Launcher:
                 self._console.record(worker, record)
 
     def _reap(self) -> None:
-        """Handles workers that have ended; it tells the coordinator first, where every millisecond counts."""
+        """Handles workers that have ended. It tells the coordinator before it shows anything, where milliseconds count."""
         ends: dict[Exit, Worker] = {}
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
-                self._report_exit(worker.identity, returncode)
+                last = [(stream, self._read(worker, stream)) for stream in list(worker.streams)]
+                self._report_exit(worker.identity, returncode, worker.last_output)
                 self._forget(worker.pid)
-                for stream in list(worker.streams):  # its last news may name the member over which it failed
-                    self._read(worker, stream)
+                for stream, parts in last:  # its last news may name the member over which it failed
+                    self._hand_on(worker, stream, parts)
                 ends[worker.end()] = worker
         for end in likely_cause_first(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping or self._replica_size is not None
@@ -359,7 +366,7 @@ class Launcher:
                 worker.signal(signal.SIGKILL)
                 while (returncode := worker.reap()) is None:
                     time.sleep(0.001)  # a killed process takes a moment to die
-                self._report_exit(worker.identity, returncode)
+                self._report_exit(worker.identity, returncode, worker.last_output)
             self._forget(worker.pid)
             for stream in list(worker.streams):
                 self._selector.unregister(worker.streams[stream])

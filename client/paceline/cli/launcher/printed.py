@@ -65,6 +65,12 @@ class LineSplitter:
             self._partial = b""
         return found
 
+    @property
+    def unended(self) -> bytes:
+        """What is to be seen of the line that has not ended, below the outer bar if there is one."""
+        state = present_state(self._partial) if self._state is None else self._state
+        return b"\n".join(row for row in (self._outer, state) if row and row.strip())
+
     def finish(self) -> list[Printed]:
         """Returns the last line if the stream ended without a newline."""
         last, self._partial = self._partial, b""

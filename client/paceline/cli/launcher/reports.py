@@ -43,10 +43,12 @@ class ExitReports:
         wait(set(self._pending), timeout=_LAST_OF_SEVERAL_S if self._addresses.several else _LAST_S)
         loop_thread().run(self._channel.close(None))
 
-    def report(self, process: ProcessIdentity, returncode: int) -> None:
-        """Sends a report; returns at once."""
+    def report(self, process: ProcessIdentity, returncode: int, output: str = "") -> None:
+        """Sends a report, with the last lines that the process printed; returns at once."""
         launch = self._settings.launch_id if self._settings.at_once > 1 else ""
-        request = ReportExitRequest(job=self._settings.job, process=process, exit_code=returncode, launch_id=launch)
+        request = ReportExitRequest(
+            job=self._settings.job, process=process, exit_code=returncode, launch_id=launch, output=output
+        )
         future = loop_thread().start(self._send(request))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

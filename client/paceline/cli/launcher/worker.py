@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from paceline._session.identity import process_identity
+from paceline._session.output_file import OUTPUT_FD, OutputFile, newest_text, readable_lines
+from paceline.cli.launcher.last_lines import LastLines
 from paceline.cli.launcher.printed import LineSplitter, Printed
 from paceline.launch._supervision import Exit
 
@@ -90,6 +92,10 @@ class Worker:
         self._used_paceline = False
         self._looked_for_none = False
         self._go: int | None = None
+        self._last_lines = LastLines()
+        self._output: OutputFile | None = None
+        with suppress(OSError):  # no memory, or nowhere to write: it runs without
+            self._output = OutputFile()
         news, theirs = os.pipe()
         inherited, options = [theirs], list[str]()
         try:
@@ -101,9 +107,11 @@ class Worker:
                 options = ["--spare", str(read_end)]
             start = work if callable(work) else command_line(work, options)
             with _bound(cores):
-                self._process = start(environment(theirs), inherited)
+                self._process = self._start(start, environment(theirs), inherited)
         except OSError:
             os.close(news)
+            if self._output is not None:
+                self._output.close()
             if self._go is not None:
                 os.close(self._go)
             raise
@@ -121,6 +129,11 @@ class Worker:
         self._lines = {name: LineSplitter() for name in self.streams}
         for fd in self.streams.values():
             os.set_blocking(fd, False)
+
+    def _start(self, start: Start, environment: dict[str, str], inherited: Sequence[int]) -> StartedProcess:
+        if self._output is None:
+            return start(environment, inherited)
+        return start(environment | {OUTPUT_FD: str(self._output.fd)}, [*inherited, self._output.fd])
 
     @property
     def pid(self) -> int:
@@ -177,7 +190,7 @@ class Worker:
             data = os.read(self.streams[stream], _READ_BYTES)
         except BlockingIOError:
             return []
-        return self._lines[stream].feed(data) if data else None
+        return self._take(stream, self._lines[stream].feed(data)) if data else None
 
     def close(self, stream: str) -> list[Printed]:
         """Closes a stream, and removes it from `streams`; returns its last line if that had no newline."""
@@ -188,7 +201,36 @@ class Worker:
             pipe = self._process.stdout if stream == "stdout" else self._process.stderr
             assert pipe is not None
             pipe.close()
-        return self._lines[stream].finish()
+        last = self._take(stream, self._lines[stream].finish())
+        if not self.streams and self._output is not None:
+            self._output.close()
+            self._output = None
+        return last
+
+    def _take(self, stream: str, parts: list[Printed]) -> list[Printed]:
+        if stream != NEWS:
+            self._last_lines.add(parts)
+        return parts
+
+    @property
+    def output_due(self) -> float | None:
+        """The time at which `show_output` has something to do; None if it has nothing."""
+        return None if self._output is None else self._last_lines.due
+
+    def show_output(self, now: float) -> None:
+        """Writes its last lines where the worker reads them when an operator asks, if that is due."""
+        due = self.output_due
+        if due is not None and now >= due and self._output is not None:
+            self._output.write(self._text())
+            self._last_lines.shown(now)
+
+    @property
+    def last_output(self) -> str:
+        """The last lines that it has printed, for the report of its end."""
+        return newest_text(readable_lines(self._text()))
+
+    def _text(self) -> bytes:
+        return self._last_lines.text([self._lines[stream].unended for stream in ("stdout", "stderr")])
 
     def heard(self, line: bytes) -> dict[str, Any] | None:
         """Parses a line of news and records the rank; None if it is not a JSON object.
