@@ -26,6 +26,7 @@ from paceline_server.errors import BadRequest, VersionMismatch
 from paceline_server.settings import ServerSettings
 from paceline_server.storage.checks import MOST_VERSION
 from pacelinepb import MOST_KINDS, MOST_LOGGED, MOST_NAME_BYTES, RELEASE
+from pacelinepb.debug.output_answers import readable
 from pacelinepb.v1 import session_pb2 as pb
 
 _SHORTEST_FAILURE_TIMEOUT = 0.05
@@ -109,15 +110,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def read_output(text: str) -> str:
-    """Reads the last lines that a process printed: the end of them, of `MOST_OUTPUT` bytes, with its tabs and newlines.
-
-    Other characters that cannot be printed are taken out, or are a space where they are white space.
-    """
-    shown = "".join(
-        character if character.isprintable() or character in "\n\t" else " " if character.isspace() else ""
-        for character in text[-MOST_OUTPUT:]
-    )
-    return shown.encode(errors="replace")[-MOST_OUTPUT:].decode(errors="ignore")
+    """Reads the last lines that a process printed: the end of them, of `MOST_OUTPUT` bytes."""
+    return readable(text[-MOST_OUTPUT:]).encode(errors="replace")[-MOST_OUTPUT:].decode(errors="ignore")
 
 
 def read_address(text: str, settings: ServerSettings) -> str:

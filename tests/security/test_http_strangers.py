@@ -221,7 +221,7 @@ def test_an_ended_stream_counts_as_a_connection_again() -> None:
             streams = [await there.stranger(says) for _ in range(2)]
             for reader in streams:
                 await reader.readuntil(b"event: jobs")
-            there.server._routes.broadcasts.close()
+            await there.server._routes.broadcasts.close()
             for reader in streams:
                 await there.end_of_chunks(reader)
             for _ in range(2):

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from paceline._base.terminal import ESCAPES
+from pacelinepb.debug.output_answers import readable
 
 OUTPUT_FD = "PACELINE_OUTPUT_FD"
 """Variable that names the file's descriptor."""
@@ -37,9 +38,6 @@ _MARK = b"paceline"
 _PLACE_BYTES = _HEAD.size + MOST_BYTES
 
 _ESCAPES = re.compile(ESCAPES)
-
-_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but for tab and newline."""
 
 
 class OutputFile:
@@ -105,7 +103,7 @@ def _read(fd: int) -> bytes | None:
 
 def readable_lines(text: bytes) -> list[str]:
     """Returns lines without what would control a terminal; bytes that are not UTF-8 are replaced."""
-    shown = _UNSEEN.sub("", _ESCAPES.sub("", text.decode("utf-8", errors="replace")))
+    shown = readable(_ESCAPES.sub("", text.decode("utf-8", errors="replace")))
     return shown.split("\n") if shown else []
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
 from paceline._base.terminal import UsageError, say
 from paceline.launch._own_coordinator import Served, own_addresses
@@ -50,3 +53,14 @@ def say_where_the_page_is(served: Served) -> None:
     if served.page:
         asks = "" if served.token else "; it asks for the token in PACELINE_TOKEN"
         say(f"the page is at {served.page}{asks}")
+
+
+def keep_the_page(served: Served) -> None:
+    """Goes on to serve the page, if there is one, until the user at the terminal presses a key; without one, returns.
+
+    Nobody would press one where standard input or output is no terminal.
+    """
+    if served.page and sys.stdin.isatty() and sys.stdout.isatty():
+        say("the page is served until you press Enter or Ctrl-C")
+        with suppress(KeyboardInterrupt):
+            sys.stdin.readline()

@@ -34,7 +34,7 @@ def run_bench(jobs: list[Job], links: list[str], world: int, tune_out: Path | No
             with own_coordinator() as served:
                 settings = WorkerSettings(served.address, "bench", world, world, "127.0.0.1", token=served.token)
                 command = ["-m", "paceline.cli.bench_rank", json.dumps({"jobs": jobs, "link": link, **how})]
-                if code := launch(command, world, settings, console):
+                if code := launch(command, world, settings, console).code:
                     return code
     result: dict[str, Any] = {"rows": console.rows}
     if tune_out is not None:

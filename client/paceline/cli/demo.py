@@ -8,14 +8,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 
 from paceline._base.terminal import UsageError, say
-from paceline.cli.access import endpoint, say_where_the_page_is
+from paceline.cli.access import endpoint, keep_the_page, say_where_the_page_is
 from paceline.cli.launcher import WorkerSettings
 from paceline.cli.launcher.console import Console
 from paceline.cli.output import print_json
@@ -76,10 +76,8 @@ def run_demo(
             console.print(text, style="red")
         if as_json:
             print_json(result)
-        elif page and sys.stdin.isatty() and sys.stdout.isatty():
-            say("the page is served until you press Enter or Ctrl-C")
-            with suppress(KeyboardInterrupt):
-                sys.stdin.readline()
+        else:
+            keep_the_page(served)
         return 1 if wrong else 0
 
 
@@ -89,8 +87,8 @@ def _train(served: Served, workers: int, kill_at_step: int, microbatches: int, c
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as notes, closing(console):
         options = {"workers": workers, "kill-at-step": kill_at_step, "microbatches": microbatches, "notes": notes}
         command = ["-m", "paceline.demo.train", *(f"--{name}={value}" for name, value in options.items())]
-        code = launch(command, workers, settings, console, restarts=_RESTARTS if workers > 1 else 0)
-        return Ledger.read(Path(notes)), code
+        outcome = launch(command, workers, settings, console, restarts=_RESTARTS if workers > 1 else 0)
+        return Ledger.read(Path(notes)), outcome.code
 
 
 def _digest_alone(kill_at_step: int, microbatches: int) -> str:

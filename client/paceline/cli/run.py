@@ -9,10 +9,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from paceline._base.terminal import UsageError, say
-from paceline.cli.access import coordinator_address, endpoint, say_where_the_page_is
+from paceline.cli.access import coordinator_address, endpoint, keep_the_page, say_where_the_page_is
 from paceline.cli.hosts import DrainSource, reasons_to_leave
 from paceline.cli.launcher import Launcher, Terms, WorkerSettings, worker_bounds
 from paceline.cli.launcher.console import Console, LogFiles
@@ -58,9 +59,10 @@ def run_workers(
     With a `replica_size`, so many workers in a row are the ranks of one replica, and the bounds and restarts count
     replicas.
 
-    With `http` ("host:port"), the coordinator that it embeds serves a page there. Without a named coordinator,
-    launchers of one `host` meet at the host's. Workers leave when one of the `notices` says that the machine will
-    be taken, and `drain_before` seconds before the end of the host's time; the exit code is `drained_code` then.
+    With `http` ("host:port"), the coordinator that it embeds serves a page there, on a terminal until Enter or Ctrl-C,
+    unless the workers were told to end. Without a named coordinator, launchers of one `host` meet at the host's.
+    Workers leave when one of the `notices` says that the machine will be taken, and `drain_before` seconds before the
+    end of the host's time; the exit code is `drained_code` then.
     """
     check_command(command)
     meets = coordinator is None and host is not None and host.coordinator is not None
@@ -98,25 +100,33 @@ def run_workers(
         raise UsageError("--http shows the coordinator that one launcher starts: start paceline coordinator --http")
     if not 0 <= drained_code <= 255:
         raise UsageError(f"--drained-code must be 0 to 255, not {drained_code}")
-    with (
-        _coordinator(coordinator, http, host, job) as served,
-        _console(log_dir, job, redirects, tee, workers) as console,
-    ):
-        say_where_the_page_is(served)
-        settings = WorkerSettings(served.address, job, low, high, advertise, served.token, at_once=workers)
-        return launch(
-            command,
-            workers,
-            settings,
-            console,
-            restarts=restarts,
-            spares=spares,
-            alone=coordinator is None and not meets,
-            bind=bind,
-            sources=reasons_to_leave(host, drain_before, notices or {}, console.say),
-            drained_code=drained_code,
-            replica_size=replica_size,
-        )
+    with _coordinator(coordinator, http, host, job) as served:
+        with _console(log_dir, job, redirects, tee, workers) as console:
+            say_where_the_page_is(served)
+            settings = WorkerSettings(served.address, job, low, high, advertise, served.token, at_once=workers)
+            outcome = launch(
+                command,
+                workers,
+                settings,
+                console,
+                restarts=restarts,
+                spares=spares,
+                alone=coordinator is None and not meets,
+                bind=bind,
+                sources=reasons_to_leave(host, drain_before, notices or {}, console.say),
+                drained_code=drained_code,
+                replica_size=replica_size,
+            )
+        if not outcome.interrupted:
+            keep_the_page(served)
+        return outcome.code
+
+
+class Outcome(NamedTuple):
+    """The exit code of a launcher, and whether a signal or a source has told its workers to end."""
+
+    code: int
+    interrupted: bool
 
 
 def launch(
@@ -132,8 +142,8 @@ def launch(
     sources: Sequence[DrainSource] = (),
     drained_code: int = 0,
     replica_size: int | None = None,
-) -> int:
-    """Runs workers and tells their coordinator how they end; returns the exit code.
+) -> Outcome:
+    """Runs workers and tells their coordinator how they end; returns the exit code, and how it came about.
 
     Args:
         command: SCRIPT ARGS..., -m MODULE ARGS..., or -- PROGRAM ARGS...
@@ -181,7 +191,8 @@ def launch(
         for source in sources:  # daemons: one may wait for an answer while this process ends
             threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()
         try:
-            return launcher.run()
+            code = launcher.run()
+            return Outcome(code, launcher.interrupted_by is not None)
         finally:
             ended.set()
 

@@ -124,7 +124,10 @@ def run(
     ] = False,
     http: Annotated[
         str | None,
-        http_option("Serve a page that shows the job; its URL is printed. --http alone: at a free port of loopback."),
+        http_option(
+            "Serve a page that shows the job; its URL is printed. On a terminal it stays after the job, until you "
+            "press Enter. --http alone: at a free port of loopback."
+        ),
     ] = None,
     log_dir: Annotated[
         Path | None,

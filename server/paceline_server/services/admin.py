@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -152,9 +152,29 @@ class AdminHandlers(AdminServiceServicer):
 
     async def AskMembers(self, request: pb.AskMembersRequest, context: _Context) -> None:  # type: ignore[override]  # writes to the context
         """Asks members what they are doing, and passes on what they answer."""
+        limits = self._limits
+        try:
+            async with (
+                asyncio.timeout(limits.longest_ask_s + limits.most_unread_s),
+                aclosing(self.answers(request)) as answers,
+            ):
+                async for answer in answers:
+                    await context.write(answer)
+        except TimeoutError:
+            raise LimitMet("the members' answers were not read in time: ask fewer members at a time") from None
+
+    async def answers(
+        self, request: pb.AskMembersRequest, most: int | None = None
+    ) -> AsyncGenerator[pb.AskMembersResponse, None]:
+        """Asks members, and yields what each answers; refuses to ask more than `most`."""
         job = self._job(request.job)
         everyone = list(job.membership.state.sessions.values())  # also those whose generation has failed
         sessions = self._chosen(job, everyone, request.members, "AskMembers")
+        if most is not None and len(sessions) > most:
+            raise BadRequest(
+                f"at most {most} members are asked over HTTP at a time, not {len(sessions)}: name one of them, or use "
+                "paceline debug"
+            )
         ranks_now = {each.rank for each in everyone if each.standing is Standing.IN_VIEW}
         asked = session_pb2.Asked(what=request.what, pids=request.pids)
         patience = 1.0
@@ -165,24 +185,21 @@ class AdminHandlers(AdminServiceServicer):
         if len(request.pids) > MOST_PIDS:
             raise LimitMet(f"an AskMembers request names at most {MOST_PIDS} processes, not {len(request.pids)}")
         by_id = {session.member_id: session for session in sessions}
-        clock, wall, limits = asyncio.get_running_loop().time(), time.time(), self._limits
-        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, limits.longest_ask_s)
-        try:
-            async with asyncio.timeout(limits.longest_ask_s + limits.most_unread_s), aclosing(answers):
-                async for answer in answers:
-                    session = by_id[answer.member_id]
-                    response = pb.AskMembersResponse(
-                        member=_identity(session),
-                        in_view=session.rank is not None
-                        and (session.standing is Standing.IN_VIEW or session.rank not in ranks_now),
-                        data=answer.data or b"",
-                        trouble=answer.trouble,
-                    )
-                    response.asked_at.FromNanoseconds(round((wall + answer.asked_at - clock) * 1e9))
-                    response.answered_at.FromNanoseconds(round((wall + answer.answered_at - clock) * 1e9))
-                    await context.write(response)
-        except TimeoutError:
-            raise LimitMet("the members' answers were not read in time: ask fewer members at a time") from None
+        clock, wall, longest = asyncio.get_running_loop().time(), time.time(), self._limits.longest_ask_s
+        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, longest)
+        async with aclosing(answers):
+            async for answer in answers:
+                session = by_id[answer.member_id]
+                response = pb.AskMembersResponse(
+                    member=_identity(session),
+                    in_view=session.rank is not None
+                    and (session.standing is Standing.IN_VIEW or session.rank not in ranks_now),
+                    data=answer.data or b"",
+                    trouble=answer.trouble,
+                )
+                response.asked_at.FromNanoseconds(round((wall + answer.asked_at - clock) * 1e9))
+                response.answered_at.FromNanoseconds(round((wall + answer.answered_at - clock) * 1e9))
+                yield response
 
     async def RestartJob(self, request: pb.RestartJobRequest, context: _Context) -> pb.RestartJobResponse:
         """Ends a job's line, because the operator declares its silent members dead."""

@@ -25,6 +25,7 @@ _FIRST = ("register", "resume")
 """Kinds of a session's first message; the handler refuses any other kind."""
 
 LIST_JOBS = "/pacelinepb.v1.AdminService/ListJobs"
+_GET_JOB = "/pacelinepb.v1.AdminService/GetJob"
 """The method that is about no single job: with a token for one job, it lists only that job."""
 
 
@@ -50,7 +51,7 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
         f"/pacelinepb.v1.StoreService/{method}": _callers
         for method in ("Set", "Get", "Add", "CompareSet", "Wait", "Delete")
     },
-    "/pacelinepb.v1.AdminService/GetJob": _named,
+    _GET_JOB: _named,
     "/pacelinepb.v1.AdminService/DrainMembers": _named,
     "/pacelinepb.v1.AdminService/RestartJob": _named,
     "/pacelinepb.v1.AdminService/ForgetJob": _named,
@@ -61,7 +62,7 @@ JOB_OF: Mapping[str, Callable[[Any], str]] = {
 
 _ADMIN = "/pacelinepb.v1.AdminService/"
 
-_READING = frozenset((LIST_JOBS, f"{_ADMIN}GetJob", f"{_ADMIN}ListEvents"))
+_READING = frozenset((LIST_JOBS, _GET_JOB, f"{_ADMIN}ListEvents"))
 
 
 def role_for(method: str) -> Role:
@@ -94,6 +95,8 @@ class AuthenticationInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg
             grant.check_role(role_for(method))
         except (Unauthenticated, PermissionDenied) as refused:
             return self._refusal(refused, ours=method.startswith(OURS))
+        if method == _GET_JOB:
+            handler = _unary(handler, _seeing(handler.unary_unary, grant.role))
         if grant.jobs is None:
             return handler
         if method == LIST_JOBS:
@@ -147,6 +150,27 @@ def _listing(handler: Any, grant: Grant) -> Any:
         answer = await handler(request, context)
         seen = [job for job in answer.jobs if grant.allows(job.name)]
         return admin_pb2.ListJobsResponse(jobs=seen, leader=answer.leader if answer.HasField("leader") else None)
+
+    return handle
+
+
+def seen_by(role: Role, answer: admin_pb2.GetJobResponse) -> admin_pb2.GetJobResponse:
+    """Returns a job as callers with a role see it: what its workers have printed is for its operators alone.
+
+    A script prints what it likes, of its data too. `answer` stays as it is, since others are given it too.
+    """
+    if role >= Role.OPERATOR or not any(gone.output for gone in answer.gone):
+        return answer
+    seen = admin_pb2.GetJobResponse()
+    seen.CopyFrom(answer)
+    for gone in seen.gone:
+        gone.output = ""
+    return seen
+
+
+def _seeing(handler: Any, role: Role) -> Any:
+    async def handle(request: admin_pb2.GetJobRequest, context: Any) -> admin_pb2.GetJobResponse:
+        return seen_by(role, await handler(request, context))
 
     return handle
 

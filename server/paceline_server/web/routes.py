@@ -51,7 +51,9 @@ from paceline_server.security.tls import CertificateKeeper
 from paceline_server.security.token_file import TokenKeeper
 from paceline_server.security.tokens import Grant, Role
 from paceline_server.services.admin import AT_ONCE, AdminHandlers
-from paceline_server.services.audit import Action, Audit
+from paceline_server.services.audit import Action, Audit, Caller
+from paceline_server.services.authenticate import seen_by
+from paceline_server.web.asking import Asking
 from paceline_server.web.coordinator_metrics import CoordinatorCollector
 from paceline_server.web.metrics import JobCollector
 from paceline_server.web.stream import Broadcasts
@@ -145,6 +147,7 @@ class Routes:
         self._asking = 0
         self._built: dict[Hashable, tuple[float, bytes]] = {}
         self._pause = 0.0  # seconds
+        self._questions = Asking(dispatcher, self._admin, self._audit, self._caller, self._operated)
 
     def application(self) -> web.Application:
         """Makes the application."""
@@ -161,6 +164,7 @@ class Routes:
         app.router.add_get("/api/jobs/{name}/events", self._events)
         app.router.add_get("/api/jobs/{name}/history", self._history)
         app.router.add_post("/api/jobs/{name}/drain", self._drain)
+        self._questions.add_to(app)
         return app
 
     # Around all handlers ----------------------------------------------------------------------------------------------
@@ -240,6 +244,14 @@ class Routes:
         name = request.match_info["name"]
         (await self._grant(request, role)).check(name)
         return name
+
+    async def _operated(self, request: web.Request) -> str:
+        """Returns the job of the path, if the caller may operate it."""
+        return await self._named(request, Role.OPERATOR)
+
+    async def _caller(self, request: web.Request) -> Caller:
+        """Says for the audit log who makes a request."""
+        return await self._audit.caller(_address(request), _common_name(request), request.headers.get("Authorization"))
 
     async def _shared(self, key: Hashable, build: Callable[[], Awaitable[bytes]]) -> bytes:
         """Returns an answer whose building has begun since the call. One is built at a time, for all who wait for it.
@@ -329,21 +341,23 @@ class Routes:
         return {"jobs": [job_as_dict(job) for job in jobs if grant.allows(job.name)]}
 
     async def _job(self, request: web.Request) -> web.Response:
-        name = await self._named(request)
+        grant, name = await self._grant(request), request.match_info["name"]
+        grant.check(name)
 
         async def build() -> bytes:
-            return _dump(await self._detail(name))
+            return _dump(await self._detail(name, grant.role))
 
-        return _json(await self._shared(("job", name), build))
+        return _json(await self._shared(("job", name, grant.role), build))
 
-    async def _detail(self, name: str) -> dict[str, Any]:
+    async def _detail(self, name: str, role: Role) -> dict[str, Any]:
+        """Returns a job as callers with a role see it."""
         detail = await self._admin.GetJob(pb.GetJobRequest(job=name))
         members: list[dict[str, Any]] = []
         for member in members_as_dicts(detail):
             if members and len(members) % AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
             members.append(member)
-        return {"at": self._dispatcher.observatory.wall_clock(self._now()), **detail_as_dict(detail, members)}
+        return {"at": self._dispatcher.observatory.wall_clock(self._now()), **detail_as_dict(seen_by(role, detail), members)}
 
     @staticmethod
     def _now() -> float:
@@ -381,17 +395,18 @@ class Routes:
             now = await self._grant(request)
             if (name and not now.allows(name)) or (not name and now.jobs != grant.jobs):
                 raise PermissionDenied("the token is good for other jobs now")
+            if now.role is not grant.role:
+                raise PermissionDenied("the token has another role now")
 
         with self.broadcasts.share(self._payer(request)), self._streaming(request):
             if name:
-                return await self.broadcasts.serve(request, ("job", name), "job", lambda: self._detail(name), check)
+                key, build = ("job", name, grant.role), lambda: self._detail(name, grant.role)
+                return await self.broadcasts.serve(request, key, "job", build, check)
             return await self.broadcasts.serve(request, ("jobs", grant.jobs), "jobs", lambda: self._list(grant), check)
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Has members leave, if the request comes from an operator, and not from another page in a browser."""
-        authorization = request.headers.get("Authorization")
-        caller = await self._audit.caller(_address(request), _common_name(request), authorization)
-        with self._audit.of("DrainMembers", caller) as action:
+        with self._audit.of("DrainMembers", await self._caller(request)) as action:
             action.job = request.match_info["name"]
             return await self._drain_audited(request, action)
 
@@ -401,7 +416,7 @@ class Routes:
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != request.host:  # a proxy may have ended TLS
             raise PermissionDenied(f"an order cannot come from the page of {origin[:200]!r}")
-        name = await self._named(request, Role.OPERATOR)
+        name = await self._operated(request)
         if self._dispatcher.draining:
             raise Draining("the coordinator is stopping")
         try:

@@ -106,7 +106,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Ends all streams, lets answers in progress end, and closes all connections."""
-        self._routes.broadcasts.close()
+        await self._routes.broadcasts.close()
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)

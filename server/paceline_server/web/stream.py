@@ -80,12 +80,24 @@ class Broadcast:
             self._task.cancel()
             self._task = None  # one who joins before it has ended begins another
 
-    def close(self) -> None:
-        """Ends all streams in good order."""
+    def close(self, last: bytes | None = None) -> None:
+        """Ends all streams in good order, after a last message that says all."""
+        messages = [None] if last is None else [last, None]
         for viewer in self.viewers:
-            if viewer.queue.full():
+            while viewer.queue.qsize() > MOST_WAITING - len(messages):
                 viewer.queue.get_nowait()
-            viewer.queue.put_nowait(None)
+            for message in messages:
+                viewer.queue.put_nowait(message)
+
+    async def finish(self) -> None:
+        """Ends all streams after a last whole message, which is built now: a viewer sees how a job has ended."""
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            last = self._message(await self._build())
+        except Exception:  # noqa: BLE001  without it they end as well: the coordinator stops
+            last = None
+        self.close(last)
 
     async def _run(self) -> None:
         while self.viewers:
@@ -206,11 +218,10 @@ class Broadcasts:
             pass
         return response
 
-    def close(self) -> None:
-        """Ends all streams."""
+    async def close(self) -> None:
+        """Ends all streams, each after a last whole message."""
         self._closed = True
-        for broadcast in list(self._all.values()):
-            broadcast.close()
+        await asyncio.gather(*(broadcast.finish() for broadcast in list(self._all.values())))
 
 
 def pause(took: float, running: int, limits: WebLimits = USUAL) -> float:

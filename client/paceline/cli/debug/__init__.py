@@ -1,1 +1,1 @@
-"""Commands that say what a job's members are doing: `paceline debug flight`, `stacks` and `trace`."""
+"""Commands that say what a job's members are doing: `paceline debug flight`, `stacks`, `output` and `trace`."""

@@ -62,6 +62,26 @@ def stacks(
 
 
 @_command()
+def output(
+    job: Annotated[str, job_argument()],
+    ranks: Annotated[
+        list[str] | None, typer.Argument(metavar="[RANK]...", help="Ranks or member ids; default: all.")
+    ] = None,
+    coordinator: Coordinator = None,
+    timeout: Timeout = 5.0,
+    json: Json = False,
+) -> None:
+    """Show the last lines that each worker of a paceline run has printed, without a login on its host.
+
+    Lines of code in C and of worker processes that have ended are there, too. Of each worker they are the last 50.
+    """
+    with one_line_errors():
+        from paceline.cli.debug.output_command import show_output
+
+        show_output(job, ranks or [], coordinator, timeout, as_json=json)
+
+
+@_command()
 def trace(
     job: Annotated[str | None, job_argument()] = None,
     coordinator: Coordinator = None,

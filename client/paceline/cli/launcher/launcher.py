@@ -300,7 +300,7 @@ class Launcher:
                 self._console.record(worker, record)
 
     def _reap(self) -> None:
-        """Handles workers that have ended. It tells the coordinator before it shows anything, where milliseconds count."""
+        """Handles workers that have ended: first tells the coordinator, where every millisecond counts."""
         ends: dict[Exit, Worker] = {}
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
