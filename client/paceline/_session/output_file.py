@@ -37,6 +37,9 @@ _MARK = b"paceline"
 
 _PLACE_BYTES = _HEAD.size + MOST_BYTES
 
+_TRIES = 3
+"""How often the file is read, if the launcher has written both places meanwhile."""
+
 _ESCAPES = re.compile(ESCAPES)
 
 
@@ -74,7 +77,8 @@ def own_output(environment: Mapping[str, str]) -> tuple[list[str], str]:
     fd = environment.get(OUTPUT_FD)
     if fd is None:
         return [], "its output is not kept: it was not started by paceline run"
-    text = _read(int(fd)) if fd.isascii() and fd.isdecimal() else None
+    tries = _TRIES if fd.isascii() and fd.isdecimal() else 0
+    text = next((text for _ in range(tries) if (text := _read(int(fd))) is not None), None)
     if text is None:
         return [], (
             f"its output cannot be read: the script, or a program between paceline run and it, has closed the "

@@ -32,6 +32,22 @@ def test_finish_returns_a_last_line_without_a_newline() -> None:
     assert lines.finish() == []
 
 
+def test_what_is_to_be_seen_of_a_line_that_has_not_ended() -> None:
+    lines = LineSplitter()
+    for data, seen in (
+        (b"", b""),
+        (b"Epoch", b"Epoch"),
+        (b" 1: 10%\r", b"Epoch 1: 10%"),
+        (b"20%", b"20%"),
+        (b"\n", b""),
+        (b"outer\ninner\r\x1b[A", b"inner"),
+    ):
+        lines.feed(data)
+        assert lines.unended == seen, data
+    lines.finish()
+    assert lines.unended == b""
+
+
 def test_empty_lines_and_carriage_returns_before_a_newline() -> None:
     assert lines_of(LineSplitter().feed(b"\n\r\na\r\nb\rc\n")) == [b"", b"", b"a", b"c"]
 

@@ -16,6 +16,7 @@ from paceline_protocol.coordinator import (
     FinishedLine,
     Heard,
     JobState,
+    LeftJob,
     MetOthers,
     RestartAsked,
 )
@@ -462,3 +463,50 @@ def test_samples_of_a_replica_count_once() -> None:
         for member in ranks:
             job.do(Heard(member, Progress(1, job.now, False), Counters(samples=samples)))
     assert tally.samples == 32
+
+
+# Last lines -----------------------------------------------------------------------------------------------------------
+
+
+def exit_of(number: int, output: str, code: int = 1) -> ExitReported:
+    return ExitReported(Process(f"host-{number}", 1000 + number), code, output=output)
+
+
+def outputs(job: WatchedJob) -> list[str]:
+    return [gone.output for gone in job.tally.gone]
+
+
+def test_the_last_lines_of_a_member_come_with_the_report_of_its_end() -> None:
+    job = WatchedJob(3)
+    job.do(exit_of(2, "about to die", -9))
+    assert outputs(job) == ["about to die"]
+    assert "about to die" not in str(job.state), "no state has them"
+    assert not any("about to die" in text for _, text in job.events)
+
+
+@pytest.mark.parametrize("cause", ["", "ValueError: x"])
+def test_the_last_lines_of_a_member_that_has_left_come_later(cause: str) -> None:
+    job = WatchedJob(3)
+    member = job.members[2]
+    process = job.state.sessions[member].process
+    job.do(LeftJob(member, cause))
+    how = job.tally.gone[0].how
+    job.do(ExitReported(process, 0, output="the last line"))
+    assert outputs(job) == ["the last line"]
+    assert job.tally.gone[0].how == how
+    job.do(ExitReported(process, 0))
+    assert outputs(job) == ["the last line"], "a launcher may report twice"
+
+
+def test_the_last_lines_of_the_last_eight_members_are_kept() -> None:
+    job = WatchedJob(10, most=20)
+    processes = [job.state.sessions[member].process for member in job.members]
+    for number, process in enumerate(processes[:9]):
+        job.do(ExitReported(process, -9, output=f"last of {number}"))
+    assert outputs(job) == ["", *(f"last of {number}" for number in range(1, 9))]
+    job.do(ExitReported(processes[0], -9, output="again"))
+    assert outputs(job)[0] == ""
+
+
+def test_the_last_lines_are_in_no_log_of_events() -> None:
+    assert "secret" not in repr(exit_of(1, "secret"))

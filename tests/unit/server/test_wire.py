@@ -17,6 +17,14 @@ def test_unprintable_characters_are_replaced_or_refused() -> None:
         wire.read_address("10.0.0.1:1\x1b]0;x\x07", ServerSettings())
 
 
+def test_the_end_of_the_output_of_a_process_is_kept_without_control_characters() -> None:
+    assert wire.read_output("a\tb\n\x1b[31mred\x00\r\n\u202e\u00fc") == "a\tb\n[31mred \n\u00fc"
+    long = wire.read_output("begin " + "\u00fc" * 5_000 + " end")
+    assert len(long.encode()) <= 2_000
+    assert long.endswith("\u00fc end")
+    assert wire.read_output("") == ""
+
+
 def test_heartbeat_counters_and_progress_round_trip() -> None:
     beat = pb.Heartbeat(committed=3, undone=1, samples=64, sent_bytes={"shm": 7, "tcp": 0}, operation=1, inside=True)
     beat.in_collectives.FromMilliseconds(1500)

@@ -14,8 +14,16 @@ import pytest
 from paceline._base.activity import FlightRecorder
 from paceline._base.proofs import DoorKey
 from paceline._session import answers
-from paceline._session.answers import MAX_ANSWER_BYTES, answer_question, record_answer, stacks_answer, whole_record
+from paceline._session.answers import (
+    MAX_ANSWER_BYTES,
+    answer_question,
+    output_answer,
+    record_answer,
+    stacks_answer,
+    whole_record,
+)
 from paceline._session.control import ControlStream
+from paceline._session.output_file import OUTPUT_FD, OutputFile
 from pacelinepb import MOST_PIDS
 from pacelinepb.debug.records import read_record
 from pacelinepb.v1 import session_pb2 as pb
@@ -88,6 +96,21 @@ def test_hanging_processes_are_signaled_in_parallel(monkeypatch: pytest.MonkeyPa
     pids = tuple(range((1 << 30) + 1, (1 << 30) + 1 + MOST_PIDS))
     found = json.loads(asyncio.run(stacks_answer(pids, 1.0, DoorKey())))
     assert [each["trouble"] for each in found["stacks"]] == [f"{pid} hangs" for pid in pids]
+
+
+def test_the_last_lines_of_the_member_itself() -> None:
+    kept = OutputFile()
+    kept.write(b"one\n\x1b[31mtwo \xff")
+    found = json.loads(output_answer({OUTPUT_FD: str(kept.fd)}, 5.0))
+    kept.close()
+    assert (found["lines"], found["trouble"]) == (["one", "two \N{REPLACEMENT CHARACTER}"], "")
+    assert found["read_at"] == 5.0 < found["sent_at"]
+
+
+def test_a_member_without_a_launcher_says_that_its_output_is_not_kept() -> None:
+    found = json.loads(output_answer({}, 5.0))
+    assert found["trouble"] == "its output is not kept: it was not started by paceline run"
+    assert found["lines"] == []
 
 
 def test_a_failure_to_answer_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
