@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from typer.testing import CliRunner
 
@@ -18,8 +20,9 @@ from paceline.cli.app import app
 from paceline_server import Coordinator, ServerSettings
 from paceline_server.settings import HttpUnusable
 from pacelinepb import install_command
+from support.chrome_format import check_trace
 from support.command import Command, command
-from support.coordinator import run
+from support.coordinator import PATIENCE, run
 
 TOKEN = "a-token-of-the-environment-0123456789"
 
@@ -155,3 +158,86 @@ def test_a_token_of_the_environment_is_not_printed(tmp_path: Path) -> None:
     assert page.token is None
     assert page.rest == "; it asks for the token in PACELINE_TOKEN"
     assert TOKEN not in str(ended)
+
+
+ENDS = """
+import sys
+import numpy as np
+import paceline
+
+with paceline.join() as session:
+    print("rank", session.rank, flush=True)
+    if sys.argv[1] == "steps":
+        model = paceline.nn.Linear(4, 2, rng=np.random.default_rng(0))
+        optimizer = paceline.optim.SGD(model, lr=0.01)
+        ddp = paceline.DDP(model, session.group)
+        state = paceline.TrainState(model=model, optimizer=optimizer)
+        for step in session.steps(state, total=30):
+            with step:
+                loss, dy = paceline.nn.softmax_cross_entropy(ddp(np.ones((4, 4), np.float32)), np.zeros(4, int))
+                optimizer.zero_grad()
+                ddp.backward(dy)
+                optimizer.step()
+    else:
+        for _ in range(30):
+            session.group.all_reduce(np.ones(4, np.float32))
+"""
+
+
+@pytest.mark.parametrize("kind", ["steps", "collectives"])
+def test_who_watches_a_run_sees_its_end(kind: str, tmp_path: Path) -> None:
+    """The workers end at once, long before the next message of the stream is due."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    with command("run", "-n", "2", "--http", str(script), kind) as training:
+        page = Page(training)
+
+        async def watch() -> list[dict[str, Any]]:
+            headers = {"Authorization": f"Bearer {page.token}"}
+            async with aiohttp.ClientSession(page.url, headers=headers) as http:
+                while True:
+                    async with http.get("/api/stream?job=default") as answer, asyncio.timeout(PATIENCE):
+                        if answer.status == 404:  # no worker has joined yet
+                            continue
+                        assert answer.status == 200
+                        whole = (await answer.content.read()).decode()
+                        parts = [part.partition("data: ")[2] for part in whole.split("\n\n") if "data: " in part]
+                        return [json.loads(part) for part in parts]
+
+        *_, last = asyncio.run(watch())
+        assert training.wait() == 0, str(training)
+    assert "members_changed" not in last
+    assert last["members"] == []
+    assert sorted(gone["rank"] for gone in last["gone"]) == [0, 1]
+    assert {gone["output"] for gone in last["gone"]} == {"rank 0", "rank 1"}
+    if kind == "steps":
+        assert last["job"]["phase"] == "finished"
+        assert last["job"]["totals"]["step"] == 30
+
+
+def test_a_run_is_asked_for_stacks_a_trace_and_lines_through_its_page(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(
+        STEPS.replace("with step:\n", "with step:\n                print('step', step.number, flush=True)\n")
+    )
+    with command("run", "-n", "2", "--min", "1", "--http", str(script)) as training:
+        page = Page(training)
+        training.wait_for("step 5", 2)
+        members = page.ask("api/jobs/default", page.token)["members"]
+        for member in members:
+            found: dict[str, Any] = {"lines": []}
+            while not found["lines"]:  # the launcher shows them after a moment
+                found = page.ask(f"api/jobs/default/output?member={member['member_id']}", page.token)
+                assert found["trouble"] == ""
+            assert re.fullmatch(r"step \d+", found["lines"][0])
+        processes = page.ask("api/jobs/default/stacks", page.token)["processes"]
+        assert {each["pid"] for each in processes} == {member["pid"] for member in members}
+        for process in processes:
+            (main,) = [each["frames"] for each in process["threads"] if each["main"]]
+            assert any("steps.py:" in frame for frame in main), process
+        trace = page.ask("api/jobs/default/trace", page.token)
+        check_trace(trace)
+        assert {each["pid"] for each in trace["traceEvents"] if each["ph"] == "X"} == {0, 1}
+        assert all(each["uncertainty_s"] is not None for each in trace["otherData"]["clocks"]), "they are aligned"
+        page.ask("api/jobs/default/drain", page.token, {"members": []})
+        training.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline._session.output_file import MOST_BYTES, MOST_LINES
-from paceline.cli.launcher.last_lines import SHOWN_EVERY_S, LastLines
+from paceline.cli.launcher.last_lines import SHOWN_AFTER_S, SHOWN_EVERY_S, LastLines
 from paceline.cli.launcher.printed import LineSplitter, Printed
 
 
@@ -44,14 +44,20 @@ def test_ten_megabytes_without_a_newline_take_eight_kilobytes() -> None:
     assert text.endswith(b"\n" + b"y" * 100)
 
 
-def test_a_worker_is_shown_its_lines_at_once_and_then_some_times_a_second() -> None:
+def test_a_worker_is_shown_its_lines_some_times_a_second() -> None:
     last = LastLines()
-    assert last.due is None
+    assert not last.is_due(100.0)
+    assert last.due is None, "the launcher need not wake up for it"
     last.add([Printed(b"first")])
-    assert last.due is not None
-    assert last.due <= 0.0, "at once"
-    last.shown(100.0)
+    assert not last.is_due(100.0), "the rest of a line may follow"
+    assert last.due == 100.0 + SHOWN_AFTER_S
+    last.add([Printed(b"second")])
+    assert not last.is_due(100.01)
+    assert last.due == 100.0 + SHOWN_AFTER_S, "it does not wait for a worker that goes on to print"
+    assert last.is_due(101.0)
+    last.shown(101.0)
     assert last.due is None, "there is nothing new"
     for _ in range(1_000):
         last.add([Printed(b"more")])
-    assert last.due == 100.0 + SHOWN_EVERY_S
+        assert not last.is_due(101.1)
+    assert last.due == 101.0 + SHOWN_EVERY_S

@@ -12,10 +12,15 @@ SHOWN_EVERY_S = 0.25
 """Least seconds between two writes for the worker, so that one which prints much costs its launcher nothing more."""
 
 
+SHOWN_AFTER_S = 0.05
+"""Seconds after which the worker is shown what it has printed: Python prints a line in pieces."""
+
+
 class LastLines:
-    """The lines, and when the worker is to be shown them."""
+    """The lines, and when the worker is to be shown them: at the time `due`, None if there is nothing new."""
 
     def __init__(self) -> None:
+        self.due: float | None = None
         self._lines: deque[bytes] = deque(maxlen=MOST_LINES)
         self._next = float("-inf")
         self._is_news = False
@@ -36,11 +41,12 @@ class LastLines:
         lines = [*self._lines, *filter(None, unended)][-MOST_LINES:]
         return b"\n".join(lines)[-MOST_BYTES:]
 
-    @property
-    def due(self) -> float | None:
-        """The time at which the worker is to be shown them; None if they are shown."""
-        return self._next if self._is_news else None
+    def is_due(self, now: float) -> bool:
+        """Says whether the worker is to be shown them now; it is asked at `due`, and each time that lines were read."""
+        if self._is_news and self.due is None:
+            self.due = max(now + SHOWN_AFTER_S, self._next)
+        return self.due is not None and now >= self.due
 
     def shown(self, now: float) -> None:
         """Takes note that the worker was shown them."""
-        self._is_news, self._next = False, now + SHOWN_EVERY_S
+        self.due, self._is_news, self._next = None, False, now + SHOWN_EVERY_S

@@ -219,8 +219,7 @@ class Worker:
 
     def show_output(self, now: float) -> None:
         """Writes its last lines where the worker reads them when an operator asks, if that is due."""
-        due = self.output_due
-        if due is not None and now >= due and self._output is not None:
+        if self._output is not None and self._last_lines.is_due(now):
             self._output.write(self._text())
             self._last_lines.shown(now)
 

@@ -1,0 +1,326 @@
+"""Questions over HTTP: who may ask members, which members are asked, and that others do not see what workers print."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from paceline._base.activity import FlightRecorder
+from paceline._session.answers import record_answer, whole_record
+from paceline_server import Coordinator, ServerSettings
+from paceline_server._grpc import aio
+from paceline_server.web import asking
+from pacelinepb.pieces import cut, in_messages
+from pacelinepb.v1 import admin_pb2, session_pb2
+from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
+from support.chrome_format import check_trace
+from support.coordinator import PATIENCE, RawSession, run
+
+ALL, READS, WORKS, OTHER = (f"the-token-that-{what}-0123456789" for what in ("operates", "reads", "works", "is-other"))
+
+PATHS = ("output?member=0", "stacks", "trace")
+
+
+class Site:
+    """A coordinator with HTTP, whose job "digits" has two members on raw stubs."""
+
+    def __init__(self, coordinator: Coordinator, http: aiohttp.ClientSession, channel: aio.Channel) -> None:
+        self.coordinator = coordinator
+        self.http = http
+        self.channel = channel
+        self.members: list[RawSession] = []
+
+    async def begin(self, token: str = "") -> None:
+        """The members join, each as a process of host-a, by rank."""
+        sessions = [
+            await RawSession.register(self.channel, "digits", pid=pid, failure_timeout=60.0, token=token)
+            for pid in (1, 2)
+        ]
+        ranks = [(await session.view()).rank for session in sessions]
+        self.members = [session for _, session in sorted(zip(ranks, sessions, strict=True))]
+
+    async def get(self, path: str, status: int = 200, token: str = "", **headers: str) -> Any:
+        """The JSON of a path of the job."""
+        shown = headers | ({"Authorization": f"Bearer {token}"} if token else {})
+        async with self.http.get(f"/api/jobs/digits/{path}".rstrip("/"), headers=shown) as answer:
+            assert answer.status == status, await answer.text()
+            return await answer.json()
+
+    async def answer(self, rank: int, what: session_pb2.Question.ValueType, data: bytes) -> None:
+        """A member is asked, and answers."""
+        session = self.members[rank]
+        asked = await session.next("asked")
+        assert asked.what == what
+        message = session_pb2.AnswerAskRequest(
+            job="digits", member_id=session.member_id, session_token=session.token, ask=asked.ask, data=cut(data)
+        )
+        await session.stub.AnswerAsk(iter(in_messages(message)))
+
+
+@asynccontextmanager
+async def site(**settings: Any) -> AsyncIterator[Site]:
+    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0", http="127.0.0.1:0", **settings))
+    address = await coordinator.start()
+    try:
+        async with aio.insecure_channel(address) as channel, aiohttp.ClientSession(coordinator.http_url) as http:
+            yield Site(coordinator, http, channel)
+    finally:
+        await coordinator.stop(grace=0.2)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens"
+    file.touch(0o600)
+    file.write_text(f"{ALL}\n{READS} role=read\n{WORKS} role=worker digits\n{OTHER} other\n")
+    return file
+
+
+def test_only_an_operator_of_the_job_may_ask_over_http(tokens: Path) -> None:
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            await there.begin(WORKS)
+            for path in PATHS:
+                await there.get(path, 401)
+                await there.get(path, 401, token="x" * 20)
+                for token in (READS, WORKS, OTHER):
+                    refused = await there.get(path, 403, token=token)
+                    assert refused["error"].startswith("the token ")
+            for each in there.members:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await each.next("asked")
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_foreign_page_cannot_make_a_browser_ask(path: str) -> None:
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            for where in ("cross-site", "same-site"):
+                refused = await there.get(path, 403, **{"Sec-Fetch-Site": where})
+                assert refused == {"error": "another page must not ask members"}
+            await there.get(path, 403, Host="evil.example")
+
+    run(main)
+
+
+def test_the_page_gets_the_last_lines_of_a_member() -> None:
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            said = {"lines": ["step 1", "\x1b[2Jstep\t2"], "trouble": "", "read_at": 1.0, "sent_at": 1.0}
+            id_ = there.members[1].member_id
+            for member in ("1", id_):
+                asking_ = asyncio.create_task(there.get(f"output?member={member}", **{"Sec-Fetch-Site": "same-origin"}))
+                await there.answer(1, session_pb2.QUESTION_OUTPUT, json.dumps(said).encode())
+                assert await asking_ == {"lines": ["step 1", "[2Jstep\t2"], "trouble": ""}
+            asking_ = asyncio.create_task(there.get("output?member=1"))
+            await there.answer(1, session_pb2.QUESTION_OUTPUT, b"\xff no JSON")
+            assert await asking_ == {"lines": [], "trouble": "gave an answer that cannot be read"}
+            silent = await there.get("output?member=0")
+            assert silent == {"lines": [], "trouble": "has not answered within 1.0 s"}
+            assert (await there.get("output", 400))["error"] == "name a member: ?member=ID"
+            assert "has no member 7" in (await there.get("output?member=7", 404))["error"]
+
+    run(main)
+
+
+def test_the_page_gets_stacks_of_members_that_answer_and_a_reason_for_others() -> None:
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            text = 'Current thread 0x01 (most recent call first):\n  File "t.py", line 12 in step\n'
+            asked = asyncio.create_task(there.get("stacks"))
+            data = json.dumps({"stacks": [{"text": text, "trouble": ""}]}).encode()
+            await there.answer(1, session_pb2.QUESTION_STACKS, data)
+            silent, answered = (await asked)["processes"]
+            assert answered == {
+                "rank": 1, "member_id": there.members[1].member_id, "host": "host-a",
+                "pid": answered["pid"], "threads": [{"main": True, "frames": ["t.py:12 in step"]}], "trouble": "",
+            }  # fmt: skip
+            assert (silent["rank"], silent["threads"]) == (0, [])
+            assert silent["trouble"] == (
+                f"has not answered within 1.0 s: run paceline debug stacks digits on host-a (pid {silent['pid']}), "
+                "as the user of the job"
+            )
+            asked = asyncio.create_task(there.get("stacks?member=1"))
+            await there.answer(1, session_pb2.QUESTION_STACKS, data)
+            assert (await asked)["processes"] == [answered]
+
+    run(main)
+
+
+def test_the_page_gets_a_trace_of_members_that_answer() -> None:
+    async def main() -> None:
+        async with site() as there:
+            recorder = FlightRecorder()
+            recorder.know_group("", (0, 1))
+            recorder.issue("", 1, b"all_reduce op=sum float32[8]", 1).begin()  # a trace begins with it
+            await there.begin()
+            described = {
+                "job": "digits", "rank": 0, "size": 2, "generation": 1, "host": "host-a",
+                "member_id": there.members[0].member_id,
+            }  # fmt: skip
+            asked = asyncio.create_task(there.http.get("/api/jobs/digits/trace"))
+            await there.answer(
+                0, session_pb2.QUESTION_RECORDS, record_answer(whole_record(recorder, described), time.time())
+            )
+            async with await asked as answer:
+                assert answer.status == 200
+                assert answer.headers["Content-Disposition"] == 'attachment; filename="digits.trace.json"'
+                trace = await answer.json()
+            check_trace(trace)
+            kinds = {each["cat"] for each in trace["traceEvents"] if "cat" in each}
+            assert {"all_reduce", "view"} <= kinds, "operations and events"
+            (missing,) = trace["otherData"]["missing"]
+            assert missing.startswith("rank 1: (host-a, pid ")
+            assert missing.endswith(") has not answered within 1.0 s")
+            refused = await there.get("trace?member=1", 404)
+            assert refused["error"].startswith("no flight record is there; rank 1: ")
+
+    run(main)
+
+
+def test_a_name_cannot_leave_the_file_name_of_a_trace() -> None:
+    async def main() -> None:
+        async with site() as there:
+            job = 'a"; filename="/etc/x'
+            session = await RawSession.register(there.channel, job, least=1, most=1)
+            await session.view()
+            url = f"{there.coordinator.http_url}api/jobs/{job.replace('/', '%2F')}/trace"
+            asked = asyncio.create_task(there.http.get(url))
+            there.members = [session]
+            found = await session.next("asked")
+            message = session_pb2.AnswerAskRequest(
+                job=job, member_id=session.member_id, session_token=session.token, ask=found.ask,
+                data=cut(record_answer(whole_record(None, {"job": job, "member_id": session.member_id}), 5.0)),
+            )  # fmt: skip
+            await session.stub.AnswerAsk(iter(in_messages(message)))
+            async with await asked as answer:
+                header = answer.headers["Content-Disposition"]
+            assert header == 'attachment; filename="a___filename___etc_x.trace.json"'
+
+    run(main)
+
+
+def test_a_question_to_more_members_than_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "MOST_ASKED", 1)
+    monkeypatch.setattr(asking.Asking._ask, "__defaults__", (1,))
+
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            for path in ("stacks", "trace"):
+                refused = await there.get(path, 400)
+                assert refused["error"].startswith("at most 1 members are asked over HTTP at a time, not 2: name one")
+
+    run(main)
+
+
+def test_the_limits_of_questions_hold_over_http() -> None:
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            admin: Any = AdminServiceStub(there.channel)
+            request = admin_pb2.AskMembersRequest(job="digits", what=session_pb2.QUESTION_RECORDS, members=["0"])
+            request.patience.FromSeconds(50)
+            calls = [admin.AskMembers(request) for _ in range(4)]
+            for _ in calls:
+                await there.members[0].next("asked")
+            assert "ask again" in (await there.get("output?member=1", 503))["error"]
+            for call in calls:
+                call.cancel()
+
+    run(main)
+
+
+def test_a_question_over_http_has_a_line_in_the_audit_log(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            await there.begin(WORKS)
+            await there.get("output?member=1", token=ALL)
+            await there.get("stacks", 403, token=READS)
+
+    caplog.set_level(logging.INFO, "paceline.audit")
+    run(main)
+    done, refused = [json.loads(each.getMessage()) for each in caplog.records if each.name == "paceline.audit"]
+    assert {"audit": "AskMembers", "outcome": "done", "question": "output", "members": ["1"]}.items() <= done.items()
+    assert (done["token"], done["job"]) == ("line 1", "digits")
+    assert (refused["outcome"], refused["question"], refused["token"]) == ("refused", "stacks", "line 2")
+
+
+def test_only_operators_see_what_ended_workers_have_printed(tokens: Path) -> None:
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            await there.begin(WORKS)
+            process = session_pb2.ProcessIdentity(host="host-a", pid=2)
+            bearer = {who: aio.Metadata(("authorization", f"Bearer {who}")) for who in (ALL, READS, WORKS)}
+            report = session_pb2.ReportExitRequest(
+                job="digits", process=process, exit_code=-9, output="a\nsecret\x1b[2J"
+            )
+            await there.members[0].stub.ReportExit(report, metadata=bearer[WORKS])
+            admin: Any = AdminServiceStub(there.channel)
+            for token, seen in ((ALL, "a\nsecret[2J"), (READS, ""), (WORKS, ""), (ALL, "a\nsecret[2J")):
+                (gone,) = (await there.get("", token=token))["gone"]
+                assert (gone["pid"], gone["output"]) == (2, seen)
+                answer = await admin.GetJob(admin_pb2.GetJobRequest(job="digits"), metadata=bearer[token])
+                assert [each.output for each in answer.gone] == [seen]
+                headers = {"Authorization": f"Bearer {token}"}
+                async with (
+                    there.http.get("/api/stream?job=digits", headers=headers) as stream,
+                    asyncio.timeout(PATIENCE),
+                ):
+                    _, data = (await stream.content.readuntil(b"\n\n")).decode().strip().split("\n")
+                    assert json.loads(data.removeprefix("data: "))["gone"][0]["output"] == seen
+
+    run(main)
+
+
+def test_a_stream_ends_when_its_token_gets_another_role(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline_server.web.stream._CHECK_S", 0.0)
+
+    async def main() -> None:
+        async with site(token_file=tokens) as there:
+            await there.begin(WORKS)
+            headers = {"Authorization": f"Bearer {ALL}"}
+            async with there.http.get("/api/stream?job=digits", headers=headers) as stream, asyncio.timeout(PATIENCE):
+                await stream.content.readuntil(b"\n\n")
+                tokens.write_text(f"{ALL} role=read\n{WORKS} role=worker digits\n")  # noqa: ASYNC240  a few bytes
+                await stream.content.read()  # to its end
+
+    run(main)
+
+
+def test_a_stopping_coordinator_sends_a_last_whole_message() -> None:
+    async def main() -> None:
+        async with site() as there:
+            await there.begin()
+            async with (
+                there.http.get("/api/stream?job=digits") as job,
+                there.http.get("/api/stream") as jobs,
+                asyncio.timeout(PATIENCE),
+            ):
+                for stream in (job, jobs):
+                    await stream.content.readuntil(b"\n\n")
+                there.coordinator._dispatcher.drain()  # no message of a round comes after the change
+                there.coordinator._dispatcher.jobs["digits"].membership.state.finished = 7
+                await there.coordinator.stop(grace=0.2)
+                for stream, phase in ((job, lambda said: said["job"]), (jobs, lambda said: said["jobs"][0])):
+                    *_, last = (await stream.content.read()).decode().strip().split("\n\n")
+                    said = json.loads(last.partition("\ndata: ")[2])
+                    assert phase(said)["phase"] == "finished"
+                    assert "members_changed" not in said
+
+    run(main)
