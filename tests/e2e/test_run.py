@@ -8,10 +8,12 @@ import re
 import signal
 import socket
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.terminal import terminal
 
 from support.command import Command, command, wait_until_gone
 
@@ -246,3 +248,50 @@ with paceline.join():
     with command("run", "-n", "2", str(tmp_path / "joins.py")) as run:
         assert run.wait() == 0, str(run)
     assert [line.split("] ")[1] for line in run.stdout.splitlines()] == ["2 False False"] * 2
+
+
+STAYS = """
+import sys
+import paceline
+with paceline.join() as session:
+    session.group.barrier()
+    print("joined", flush=True)
+    if sys.argv[1] == "hang":
+        sys.stdin.close()
+        __import__("time").sleep(100)
+if sys.argv[1] == "fail":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "key", "code"), [("end", "\n", 0), ("fail", "\x03", 3)])
+def test_the_page_of_a_run_on_a_terminal_stays_until_a_key_is_pressed(
+    how: str, key: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    with terminal("run", "-n", "2", "--http", str(tmp_path / "stays.py"), how) as shown:
+        shown.wait_for("the page is served until you press Enter or Ctrl-C")
+        found = re.search(r"the page is at (http://127\.0\.0\.1:\d+/)#token=(\w{64})\s", shown.text)
+        assert found is not None, shown.text
+        asked = urllib.request.Request(f"{found[1]}api/jobs/default", headers={"Authorization": f"Bearer {found[2]}"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert {each["output"] for each in json.load(answer)["gone"]} == {"joined"}
+        shown.press(key)
+        assert shown.wait() == code
+        assert "Traceback" not in shown.text
+
+
+def test_ctrl_c_in_a_run_ends_its_page_too(tmp_path: Path) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    with terminal("run", "-n", "1", "--http", str(tmp_path / "stays.py"), "hang") as shown:
+        shown.wait_for("joined")
+        shown.press("\x03")
+        assert shown.wait() == 130
+        assert "until you press" not in shown.text
+
+
+def test_without_a_terminal_the_page_ends_with_its_run(tmp_path: Path) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    with command("run", "-n", "1", "--http", str(tmp_path / "stays.py"), "fail") as run:
+        assert run.wait() == 3
+        assert "until you press" not in run.stderr

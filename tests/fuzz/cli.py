@@ -13,19 +13,22 @@ from typing import Any
 
 from paceline._base.activity import FlightRecorder
 from paceline._base.addresses import parse_endpoint
-from paceline._session.answers import record_answer, whole_record
+from paceline._session.answers import output_answer, record_answer, whole_record
+from paceline._session.output_file import MOST_BYTES, newest_text, readable_lines
 from paceline._session.stack_file import own_stacks
 from paceline.cli.debug.stuck import find_stuck
 from paceline.cli.launcher.console import Console, LogFiles
+from paceline.cli.launcher.last_lines import LastLines
 from paceline.cli.launcher.printed import LineSplitter
 from paceline.cli.launcher.worker import Worker
 from paceline.cli.sizes import parse_sizes
 from pacelinepb.debug.chrome_trace import make_trace
 from pacelinepb.debug.folding import Process, fold, read_stacks
+from pacelinepb.debug.output_answers import read_output_answer
 from pacelinepb.debug.records import read_record
 from support.chrome_format import check_trace
 
-__all__ = ["SEEDS", "address", "news", "record", "sizes", "stacks"]
+__all__ = ["SEEDS", "address", "news", "output", "record", "sizes", "stacks"]
 
 _PID = 4711
 
@@ -133,6 +136,18 @@ def stacks(data: bytes) -> None:
     fold([Process("a", 0, found), Process("b", 1, found)])
 
 
+def output(data: bytes) -> None:
+    """Whatever a member answers, no line that is shown controls a terminal; nor does what a launcher keeps."""
+    lines, trouble = read_output_answer(data)
+    for line in (*lines, trouble, *readable_lines(data), *newest_text(readable_lines(data)).split("\n")):
+        assert all(character.isprintable() or character == "\t" for character in line)
+    assert len(newest_text(readable_lines(data)).encode()) <= 2_000
+    last, splitter = LastLines(), LineSplitter(max_line_bytes=4096)
+    for at in range(0, len(data), 100):
+        last.add(splitter.feed(data[at : at + 100]))
+    assert len(last.text([splitter.unended])) <= MOST_BYTES
+
+
 def _record_seeds() -> list[bytes]:
     recorder = FlightRecorder(8)
     recorder.know_group("", (0, 1))
@@ -167,6 +182,11 @@ SEEDS: dict[str, Callable[[], Sequence[bytes]]] = {
     "sizes": lambda: [b"1KiB,16MiB,4096", b" 4 kb , 1GiB", b"0", "\u0664KiB".encode()],
     "news": _news_seeds,
     "record": _record_seeds,
+    "output": lambda: [
+        output_answer({}, 1.5),
+        b'{"lines": ["\\u001b[2J", "a"], "trouble": ""}',
+        b"\x1b[1mb\r\n\xff\tc\n\x1b[A",
+    ],
     "stacks": lambda: [
         b'Thread 0x00007f00 [loop] (most recent call first):\n  File "/a/paceline/x.py", line 3 in run\n\n'
         b'Current thread 0x00007f01 (most recent call first):\n  <no Python frame>\n  File "t.py", line 12 in step\n',

@@ -39,6 +39,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "news": cli.news,
     "record": cli.record,
     "stacks": cli.stacks,
+    "output": cli.output,
     "requests": coordinator.requests,
     "storage": coordinator.storage,
     "state_file": coordinator.state_file,
