@@ -152,8 +152,8 @@ def test_the_page_gets_stacks_of_members_that_answer_and_a_reason_for_others() -
             }  # fmt: skip
             assert (silent["rank"], silent["threads"]) == (0, [])
             assert silent["trouble"] == (
-                f"has not answered within 1.0 s: run paceline debug stacks digits on host-a (pid {silent['pid']}), "
-                "as the user of the job"
+                "has not answered within 1.0 s, nor does another member of its host: run paceline debug stacks digits "
+                f"on host-a (pid {silent['pid']}), as the user of the job"
             )
             asked = asyncio.create_task(there.get("stacks?member=1"))
             await there.answer(1, session_pb2.QUESTION_STACKS, data)

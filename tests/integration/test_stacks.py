@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,24 @@ def test_a_worker_on_the_same_host_signals_for_the_command(tmp_path: Path) -> No
             "holds_the_gil",
             "waits_for_a_word",
         ]
+        for worker in started:
+            worker.go()
+        assert [worker.wait() for worker in started] == [0, 0, 0]
+
+
+def test_the_page_shows_the_stacks_of_a_gil_holder() -> None:
+    """A member on its host signals it, whether all are asked or this one alone."""
+    pages: list[str] = []
+    with (
+        coordinator(http="127.0.0.1:0", on_page=pages.append) as address,
+        workers(3, JOB, COORDINATOR=address, HOLDS="1", **ENVIRONMENT) as started,
+    ):
+        ranks = by_rank(started)
+        for path in ("stacks", "stacks?member=1"):
+            with urllib.request.urlopen(f"{pages[0]}api/jobs/digits/{path}", timeout=20) as answer:
+                found = {each["rank"]: each for each in json.load(answer)["processes"]}
+            assert place(found[1]) == "holds_the_gil"
+            assert (found[1]["pid"], found[1]["trouble"]) == (ranks[1].process.pid, "")
         for worker in started:
             worker.go()
         assert [worker.wait() for worker in started] == [0, 0, 0]

@@ -1,12 +1,21 @@
-"""The stacks that members have answered with, of themselves or of other processes of their hosts. Pure."""
+"""The stacks that members have answered with, of themselves or of neighbours that do not answer. Pure.
+
+Neighbours are processes of one host. One that holds the GIL cannot answer, but write its stacks on a signal.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+from pacelinepb import MOST_PIDS
 from pacelinepb.debug.folding import Process, read_stacks
 from pacelinepb.debug.gathered import Answered
+from pacelinepb.v1.session_pb2 import Member, ProcessIdentity
+
+SIGNALLED_S = 5.0
+"""Seconds to wait for a member that signals others."""
 
 _MOST_TROUBLE = 500
 
@@ -33,10 +42,37 @@ def read_stacks_answer(data: bytes, number: int) -> tuple[str, str]:
     return text, trouble[:_MOST_TROUBLE]
 
 
-def run_it_there(job: str, answer: Answered) -> str:
-    """Says how to see the stacks of a process that does not answer."""
-    process = answer.member.process
-    return f"run paceline debug stacks {job} on {process.host} (pid {process.pid}), as the user of the job"
+def is_near(one: ProcessIdentity, other: ProcessIdentity) -> bool:
+    """True if the one process can signal the other by its pid: they share a kernel and a pid namespace."""
+    place = (one.boot_id, one.pid_namespace)
+    return all(place) and place == (other.boot_id, other.pid_namespace)
+
+
+def neighbours(silent: Sequence[Answered], there: Sequence[Member]) -> list[tuple[Member | None, list[Answered]]]:
+    """Chooses who signals members that do not answer: one that is `there` for each host; None where nobody is."""
+    left, found = list(silent), []
+    while left:
+        place = left[0].member.process
+        near = [each for each in left if is_near(each.member.process, place)][:MOST_PIDS] or [left[0]]
+        found.append((next((each for each in there if is_near(each.process, place)), None), near))
+        left = [each for each in left if each not in near]
+    return found
+
+
+def processes_by(job: str, silent: Sequence[Answered], said: Answered | None) -> list[Process]:
+    """Reads what a neighbour of silent members has `said` of them, in their order; None if they have none."""
+    found = []
+    for number, each in enumerate(silent):
+        text = ""
+        if said is None:
+            process = each.member.process
+            advice = f"run paceline debug stacks {job} on {process.host} (pid {process.pid}), as the user of the job"
+            trouble = f"{each.trouble}, nor does another member of its host: {advice}"
+        else:
+            text, trouble = ("", said.trouble) if said.trouble else read_stacks_answer(said.data, number)
+            trouble = f"{each.trouble}; {trouble}" if trouble else ""
+        found.append(Process(str(each), each.rank, read_stacks(text), trouble))
+    return found
 
 
 def stacks_as_dict(process: Process, answer: Answered) -> dict[str, Any]:

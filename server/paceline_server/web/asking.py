@@ -14,19 +14,18 @@ import json
 import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
 from aiohttp import web
 
 from paceline_server.blocking_calls import call_apart
 from paceline_server.dispatcher import Dispatcher
-from paceline_server.errors import BadRequest, Draining, NotFound, PermissionDenied
+from paceline_server.errors import BadRequest, Draining, NotFound, PermissionDenied, Refused
 from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.audit import Audit, Caller
-from pacelinepb.debug.folding import Process
+from paceline_server.wire import to_duration
 from pacelinepb.debug.gathered import Answered, draw_trace, gathered_from, read_answers, without_members
 from pacelinepb.debug.output_answers import read_output_answer
-from pacelinepb.debug.stack_answers import process_of, run_it_there, stacks_as_dict
+from pacelinepb.debug.stack_answers import SIGNALLED_S, neighbours, process_of, processes_by, stacks_as_dict
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 
@@ -80,20 +79,47 @@ class Asking:
         return await _read(read)
 
     async def _stacks(self, request: web.Request) -> web.Response:
-        """The stacks of one member, or of all."""
+        """The stacks of one member, or of all; those that do not answer are signalled by neighbours."""
         async with self._all:
             answers = await self._ask(request, session_pb2.QUESTION_STACKS)
             name = request.match_info["name"]
+            detail = await self._admin.GetJob(pb.GetJobRequest(job=name))
             if not answers:
-                raise NotFound(without_members(await self._admin.GetJob(pb.GetJobRequest(job=name))))
+                raise NotFound(without_members(detail))
+            silent = [each for each in answers if each.trouble]
+            hanging = {each.member.member_id for each in silent}
+            there = [each.member for each in detail.members if each.attached and each.member.member_id not in hanging]
+            said = [await self._of_neighbours(name, *group) for group in neighbours(silent, there)]
 
-            def stacks(answer: Answered) -> dict[str, Any]:
-                if answer.trouble:
-                    trouble = f"{answer.trouble}: {run_it_there(name, answer)}"
-                    return stacks_as_dict(Process(str(answer), answer.rank, trouble=trouble), answer)
-                return stacks_as_dict(process_of(answer), answer)
+            def read() -> bytes:
+                found = {each.member.member_id: process_of(each) for each in answers}
+                for of, neighbour in said:
+                    for each, process in zip(of, processes_by(name, of, neighbour), strict=True):
+                        found[each.member.member_id] = process
+                processes = [stacks_as_dict(found[each.member.member_id], each) for each in answers]
+                return json.dumps({"processes": processes}).encode()
 
-            return await _read(lambda: json.dumps({"processes": [stacks(each) for each in answers]}).encode())
+            return await _read(read)
+
+    async def _of_neighbours(
+        self, name: str, helper: session_pb2.Member | None, silent: list[Answered]
+    ) -> tuple[list[Answered], Answered | None]:
+        """Asks a member for the stacks of neighbours; returns these, and what it says."""
+        if helper is None:
+            return silent, None
+        pids = [each.member.process.pid for each in silent]
+        request = pb.AskMembersRequest(
+            job=name, what=session_pb2.QUESTION_STACKS, members=[helper.member_id], pids=pids
+        )
+        request.patience.CopyFrom(to_duration(SIGNALLED_S))
+        try:
+            return silent, (await self._answers(request, 1))[0]
+        except Refused:  # it has gone meanwhile, or there are too many questions
+            return silent, None
+
+    async def _answers(self, request: pb.AskMembersRequest, most: int) -> list[Answered]:
+        async with aclosing(self._admin.answers(request, most)) as answers:
+            return read_answers([answer async for answer in answers])
 
     async def _trace(self, request: web.Request) -> web.Response:
         """A trace of all members' operations, steps and messages, as `paceline debug trace` writes it."""
@@ -139,8 +165,7 @@ class Asking:
             asked = pb.AskMembersRequest(job=await self._operated(request), what=what, members=members)
             if self._dispatcher.draining:
                 raise Draining("the coordinator is stopping")
-            async with aclosing(self._admin.answers(asked, most)) as answers:
-                return read_answers([answer async for answer in answers])
+            return await self._answers(asked, most)
 
 
 async def _read(read: Callable[[], bytes]) -> web.Response:

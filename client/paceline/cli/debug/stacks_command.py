@@ -15,19 +15,13 @@ from paceline.cli.admin import ask_members, coordinator_of, get_job
 from paceline.cli.debug.stuck import in_ranks
 from paceline.cli.output import print_json
 from paceline.errors import PacelineError
-from pacelinepb import MOST_PIDS
 from pacelinepb.debug.folding import Process, by_trouble, fold, read_stacks
 from pacelinepb.debug.gathered import Answered, without_members
-from pacelinepb.debug.stack_answers import process_of, read_stacks_answer, run_it_there, stacks_as_dict
-from pacelinepb.v1.session_pb2 import QUESTION_STACKS, ProcessIdentity
+from pacelinepb.debug.stack_answers import SIGNALLED_S, is_near, neighbours, process_of, processes_by, stacks_as_dict
+from pacelinepb.v1.session_pb2 import QUESTION_STACKS
 
 PATIENCE_S = 1.0
 """Seconds to wait for each member. One that does not hold the GIL answers within milliseconds."""
-
-_SIGNALLED_S = 5.0
-"""Seconds to wait for a member that signals others."""
-
-_NOT_CONNECTED = "is not connected"
 
 
 def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything: bool, as_json: bool) -> None:
@@ -40,7 +34,7 @@ def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything
     here, far = process_identity(), []
     for each in answers:
         if each.trouble:
-            by_signal = _signalled(each) if _is_near(each.member.process, here) else None
+            by_signal = _signalled(each) if is_near(each.member.process, here) else None
             if by_signal is None:
                 far.append(each)
             else:
@@ -53,12 +47,6 @@ def show_stacks(job: str, coordinator: str | None, timeout: float, *, everything
         print_json({"job": job, "processes": [stacks_as_dict(each, by_id[id_]) for id_, each in found.items()]})
         return
     _print(processes, everything=everything)
-
-
-def _is_near(one: ProcessIdentity, other: ProcessIdentity) -> bool:
-    """True if the one process can signal the other by its pid: they share a kernel and a pid namespace."""
-    place = (one.boot_id, one.pid_namespace)
-    return all(place) and place == (other.boot_id, other.pid_namespace)
 
 
 def _signalled(answer: Answered) -> Process | None:
@@ -76,32 +64,20 @@ def _by_neighbours(
     address: str, job: str, timeout: float, answers: Sequence[Answered], far: Sequence[Answered]
 ) -> list[tuple[Answered, Process]]:
     """Has members on other hosts signal their silent neighbours, one member for each host."""
-    found = []
-    while far:
-        place = far[0].member.process
-        silent = [each for each in far if _is_near(each.member.process, place)][:MOST_PIDS] or [far[0]]
-        helper = next((each for each in answers if not each.trouble and _is_near(each.member.process, place)), None)
-        if helper is None:
-            for each in silent:
-                text = f"{each.trouble}, nor does another member of its host: {run_it_there(job, each)}"
-                found.append((each, Process(str(each), each.rank, trouble=text)))
-        else:
-            pids = [each.member.process.pid for each in silent]
-            asked = ask_members(
+    found: list[tuple[Answered, Process]] = []
+    for helper, silent in neighbours(far, [each.member for each in answers if not each.trouble]):
+        said = None
+        if helper is not None:
+            (said,) = ask_members(
                 address,
                 job,
                 QUESTION_STACKS,
                 timeout,
-                members=[helper.member.member_id],
-                pids=pids,
-                patience=_SIGNALLED_S,
+                members=[helper.member_id],
+                pids=[each.member.process.pid for each in silent],
+                patience=SIGNALLED_S,
             )
-            data, none = asked[0].data, asked[0].trouble
-            for number, each in enumerate(silent):
-                text, trouble = ("", none) if none else read_stacks_answer(data, number)
-                trouble = f"{each.trouble}; {trouble}" if trouble else ""
-                found.append((each, Process(str(each), each.rank, read_stacks(text), trouble)))
-        far = [each for each in far if each not in silent]
+        found += zip(silent, processes_by(job, silent, said), strict=True)
     return found
 
 
