@@ -122,7 +122,7 @@ def run_workers(
         return outcome.code
 
 
-class Outcome(NamedTuple):
+class LauncherEnd(NamedTuple):
     """The exit code of a launcher, and whether a signal or a source has told its workers to end."""
 
     code: int
@@ -142,7 +142,7 @@ def launch(
     sources: Sequence[DrainSource] = (),
     drained_code: int = 0,
     replica_size: int | None = None,
-) -> Outcome:
+) -> LauncherEnd:
     """Runs workers and tells their coordinator how they end; returns the exit code, and how it came about.
 
     Args:
@@ -192,7 +192,7 @@ def launch(
             threading.Thread(target=source, args=(launcher.drain, ended), name="paceline-drain", daemon=True).start()
         try:
             code = launcher.run()
-            return Outcome(code, launcher.interrupted_by is not None)
+            return LauncherEnd(code, launcher.interrupted_by is not None)
         finally:
             ended.set()
 
