@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from paceline_protocol.coordinator import LeftJob, Membership
 from paceline_server.dispatcher import Dispatcher
 from paceline_server.errors import LimitMet, NotFound
+from paceline_server.security.tokens import Role
 from paceline_server.services import admin
 from paceline_server.services.admin import AdminHandlers, AdminLimits
 from paceline_server.settings import ServerSettings
@@ -95,7 +96,7 @@ def test_the_job_page_yields_the_loop_while_converting_many_members(monkeypatch:
     async def main(dispatcher: Dispatcher) -> None:
         ids = [stream.member_id for stream in register(dispatcher, "job", MANY)]
         answer = asyncio.ensure_future(
-            routes.Routes(dispatcher, None, None, names=None, streaming=nullcontext)._detail("job")
+            routes.Routes(dispatcher, None, None, names=None, streaming=nullcontext)._detail("job", Role.READ)
         )
         most = before = 0
         while not answer.done():
