@@ -18,6 +18,8 @@ from paceline._base.activity import FlightRecorder
 from paceline._session.answers import record_answer, whole_record
 from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
+from paceline_server.security.tokens import Role
+from paceline_server.services.authenticate import seen_by
 from paceline_server.web import asking
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import admin_pb2, session_pb2
@@ -286,6 +288,14 @@ def test_only_operators_see_what_ended_workers_have_printed(tokens: Path) -> Non
                     assert json.loads(data.removeprefix("data: "))["gone"][0]["output"] == seen
 
     run(main)
+
+
+def test_what_a_reader_may_not_see_stays_in_the_answer_of_others() -> None:
+    answer = admin_pb2.GetJobResponse()
+    answer.gone.add(output="a line", how="was killed")
+    seen = seen_by(Role.READ, answer)
+    assert (seen.gone[0].output, seen.gone[0].how) == ("", "was killed")
+    assert seen_by(Role.OPERATOR, answer).gone[0].output == "a line"
 
 
 def test_a_stream_ends_when_its_token_gets_another_role(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import struct
 import tempfile
 import zlib
@@ -91,8 +90,6 @@ def _read(fd: int) -> bytes | None:
     """Reads the file; None if the descriptor is another file's by now, or closed."""
     found: list[tuple[int, bytes]] = []
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # to read from a device may have an effect
-            return None
         places = [os.pread(fd, _PLACE_BYTES, number * _PLACE_BYTES) for number in range(2)]
     except (OSError, OverflowError):
         return None
