@@ -357,7 +357,8 @@ class Routes:
             if members and len(members) % AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
             members.append(member)
-        return {"at": self._dispatcher.observatory.wall_clock(self._now()), **detail_as_dict(seen_by(role, detail), members)}
+        at = self._dispatcher.observatory.wall_clock(self._now())
+        return {"at": at, **detail_as_dict(seen_by(role, detail), members)}
 
     @staticmethod
     def _now() -> float:
