@@ -21,7 +21,7 @@ from pacelinepb.status_json import detail_as_dict
 from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 
-__all__ = ["HeldAnswer", "PageServer", "add_event", "add_gone", "add_member", "new_job", "page_server"]
+__all__ = ["HeldAnswer", "PageServer", "add_event", "add_gone", "add_member", "new_job", "new_process", "page_server"]
 
 _STATIC = Path(str(paceline_server.__file__)).parent / "web" / "static"
 
@@ -30,8 +30,10 @@ def _duration(seconds: float) -> Duration:
     return Duration(seconds=int(seconds), nanos=round(seconds % 1 * 1e9))
 
 
-def new_job(name: str = "digits", workers: int = 4, **summary: Any) -> pb.GetJobResponse:
-    """A job that trains with so many workers."""
+def new_job(
+    name: str = "digits", workers: int = 4, *, stalled: float | None = None, **summary: Any
+) -> pb.GetJobResponse:
+    """A job that trains with so many workers; if it has been stalled for some seconds, `stall` says why."""
     facts: dict[str, Any] = {
         "phase": pb.JOB_PHASE_RUNNING,
         "generation": 1,
@@ -42,6 +44,8 @@ def new_job(name: str = "digits", workers: int = 4, **summary: Any) -> pb.GetJob
         "totals": pb.JobTotals(committed=40, samples=10240, generations=1, step=40, steps_per_second=20, goodput=0.97),
     }
     detail = pb.GetJobResponse(summary=pb.JobSummary(name=name, **facts | summary))
+    if stalled is not None:
+        detail.summary.stalled.CopyFrom(_duration(stalled))
     detail.settings.min_workers = detail.settings.max_workers = workers
     for rank in range(workers):
         add_member(detail, rank)
@@ -67,9 +71,9 @@ def add_member(detail: pb.GetJobResponse, rank: int | None, **fields: Any) -> pb
     return status
 
 
-def add_gone(detail: pb.GetJobResponse, rank: int, how: str, ago: float = 2.0) -> None:
+def add_gone(detail: pb.GetJobResponse, rank: int, how: str, ago: float = 2.0, output: str = "") -> None:
     """Adds a member that has ended."""
-    gone = detail.gone.add(how=how, in_view=True, ago=_duration(ago))
+    gone = detail.gone.add(how=how, in_view=True, ago=_duration(ago), output=output)
     gone.member.member_id = f"gone-{rank}-{len(detail.gone)}"
     gone.member.rank = rank
     gone.member.process.host = "host-b"
@@ -81,6 +85,13 @@ def add_event(detail: pb.GetJobResponse, kind: str, text: str, generation: int =
     number = detail.events[-1].number + 1 if detail.events else 1
     made = detail.events.add(number=number, kind=kind, text=text, generation=generation, job=detail.summary.name)
     made.at.FromNanoseconds(round(at * 1e9))
+
+
+def new_process(rank: int, frames: list[str], trouble: str = "") -> dict[str, Any]:
+    """The stacks of a process: a main thread that is at some places."""
+    threads = [] if trouble else [{"main": True, "frames": frames}]
+    whose = {"rank": rank, "member_id": f"m{rank + 1}", "host": f"host-{'bcdefgha'[rank % 8]}", "pid": 4701 + rank}
+    return whose | {"threads": threads, "trouble": trouble}
 
 
 class HeldAnswer:
@@ -99,6 +110,11 @@ class PageServer:
         token: the operator's token; empty if none is needed.
         drained: what was asked to leave, as the page named it.
         refuses: True while it answers no stream.
+        history: what it answers to a question for a job's history.
+        answers: what it answers to operators, by what they ask for: "output", "stacks", "trace".
+        asked: what operators asked for, and with which query.
+        at: the coordinator's clock in the next message; `push` moves it on by half a second.
+        silent: words that an address has if it gets no answer at all, as if the network had swallowed it.
         may_drain: False if its callers may look only.
         held: answers that wait, by the number after which a caller asks for events.
     """
@@ -109,12 +125,25 @@ class PageServer:
         self.token = ""
         self.drained: list[list[str]] = []
         self.refuses = False
+        self.history: dict[str, Any] = {
+            "at": [],
+            "step": [],
+            "operations": [],
+            "goodput": [],
+            "sent_bytes": {},
+            "logged": {},
+        }
+        self.answers: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.at = 1.8e9
+        self.silent = ""
         self.may_drain = True
         self.held: dict[int, HeldAnswer] = {}
         self._streams: dict[asyncio.Queue[bytes | None], str | None] = {}
 
     def push(self, message: dict[str, Any] | None = None) -> None:
         """Sends every viewer what the jobs are now, or one message to the viewers of jobs."""
+        self.at += 0.5
         for stream, name in self._streams.items():
             stream.put_nowait(_as_event(self.message(name) if message is None else message))
 
@@ -137,6 +166,8 @@ class PageServer:
         made.router.add_get("/api/stream", self._stream)
         made.router.add_get("/api/jobs/{name}/events", self._events)
         made.router.add_post("/api/jobs/{name}/drain", self._drain)
+        made.router.add_get("/api/jobs/{name}/history", self._history)
+        made.router.add_get("/api/jobs/{name}/{what:output|stacks|trace}", self._answer)
         made.router.add_static("/static/", _STATIC)
         return made
 
@@ -145,10 +176,12 @@ class PageServer:
         details = [detail_as_dict(job) for job in self.jobs if name in (None, job.summary.name)]
         if name is None:
             return {"jobs": [detail["job"] for detail in details]}
-        return details[0] | {"events": details[0]["events"][-20:]}
+        return details[0] | {"events": details[0]["events"][-20:], "at": self.at}
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.silent and self.silent in request.path_qs:
+            await asyncio.Event().wait()
         asks = request.path.startswith("/api/") and request.path != "/api/session"
         if asks and self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"error": "the token is not valid"}, status=401)
@@ -170,6 +203,16 @@ class PageServer:
             self.held[after].made.set()
             await self.held[after].may_go.wait()
         return web.json_response({"events": found, "next": found[-1]["number"] if found else after})
+
+    async def _history(self, request: web.Request) -> web.Response:
+        return web.json_response(self.history)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        what = request.match_info["what"]
+        self.asked.append(f"{what}?{request.query_string}")
+        if what not in self.answers:
+            return web.json_response({"error": "the worker has not answered"}, status=504)
+        return web.json_response(self.answers[what])
 
     async def _drain(self, request: web.Request) -> web.Response:
         assert request.content_type == "application/json"

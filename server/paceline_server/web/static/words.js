@@ -1,4 +1,4 @@
-// What numbers, and the state of a worker, are called. Pure.
+// What numbers, and the states of a job and of a worker, are called. Pure.
 
 export const DASH = "–";
 
@@ -10,15 +10,76 @@ export function short(value, unit = "") {
   return `${scaled.toFixed(digits)}${unit ? " " : ""}${letter}${unit}`;
 }
 
+/** A value that a script has logged, with four digits; JSON has the names of those that are no numbers. */
+export function logged(value) {
+  if (typeof value !== "number") return value ?? DASH;
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(2);
+  return Number.isInteger(value) ? whole(value) : `${Number(value.toPrecision(4))}`;
+}
+
+export const whole = (value) => value.toLocaleString("en");
 export const percent = (ratio) => (Number.isFinite(ratio ?? NaN) ? `${(100 * ratio).toFixed(1)} %` : DASH);
 export const sum = (numbers) => Object.values(numbers ?? {}).reduce((total, each) => total + each, 0);
 export const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hour12: false });
+export const many = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** A time span; with tenths of a second if it is short. */
 export function lasted(seconds) {
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
-  if (seconds < 120) return `${seconds.toFixed(0)} s`;
-  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+  return seconds < 10 ? `${seconds.toFixed(1)} s` : about(seconds);
 }
+
+/** The same in whole seconds. */
+export function about(seconds) {
+  if (seconds < 120) return `${Math.floor(seconds)} s`;
+  if (seconds < 7200) return `${(seconds / 60).toFixed(0)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
+}
+
+/** Ranks in order, as "0–3, 5". */
+export function ranges(numbers) {
+  const found = [];
+  for (const number of [...numbers].sort((a, b) => a - b)) {
+    if (found.at(-1)?.[1] === number - 1) found.at(-1)[1] = number;
+    else found.push([number, number]);
+  }
+  return found.map(([from, to]) => (from === to ? `${from}` : to === from + 1 ? `${from}, ${to}` : `${from}–${to}`)).join(", ");
+}
+
+// ---- jobs --------------------------------------------------------------------------------------------------------
+
+/** False for a job that runs collectives and has no loop over steps. */
+export const hasSteps = ({ total, totals }) => !!total || totals.step > 0 || !totals.operations;
+
+/** What a job's state is called, and its mood. */
+export function phaseOf(job) {
+  if (job.phase === "finished") return ["finished", "calm"];
+  if (typeof job.stalled_s === "number") return ["stalled", "warn"];
+  if (job.phase === "void") return ["reforming", "bad"]; // its workers form the next generation
+  return [job.phase, { running: "good", waiting: "warn" }[job.phase] ?? ""];
+}
+
+/** The sentence about a job. */
+export function headline(job) {
+  const [phase] = phaseOf(job);
+  if (phase === "finished") return job.totals.step > 0 ? `done, ${many(job.totals.step, "step")}` : "done";
+  if (phase === "stalled") return `stalled for ${about(job.stalled_s)}: ${job.stall}`;
+  return job.reason;
+}
+
+/** How far a job is. */
+export function progress(job) {
+  if (!hasSteps(job)) return job.totals.operations < 1e6 ? many(job.totals.operations, "operation") : `${short(job.totals.operations)} operations`;
+  return `step ${whole(job.totals.step)}${job.total ? ` of ${whole(job.total)}` : ""}`;
+}
+
+/** How fast a job is. */
+export function pace(job) {
+  const [speed, unit] = hasSteps(job) ? [job.totals.steps_per_second, "steps/s"] : [job.totals.operations_per_second, "operations/s"];
+  return Number.isFinite(speed) ? `${short(speed)} ${unit}` : DASH;
+}
+
+// ---- workers -----------------------------------------------------------------------------------------------------
 
 export const isSilent = (member) => member.standing === "silent" || (!member.attached && member.silent_s >= 1);
 
@@ -38,9 +99,20 @@ export function moodOf(member) {
   return member.standing === "training" ? "good" : "calm";
 }
 
-export const MOOD_OF_PHASE = { running: "good", waiting: "warn", void: "bad", finished: "calm" };
-export const MOOD_OF_EVENT = { verdict: "bad", lost: "bad", view: "good", joined: "good", left: "warn", drained: "warn" };
-
 export function nameOf(member) {
   return `${member.rank === null ? "a waiting worker" : `rank ${member.rank}`} (${member.host}, pid ${member.pid})`;
 }
+
+// ---- events ------------------------------------------------------------------------------------------------------
+
+/** How a kind of event is called here, and its mood. */
+const KINDS = {
+  view: ["generation", "good"],
+  verdict: ["failure", "bad"],
+  lost: ["lost", "bad"],
+  joined: ["joined", "good"],
+  left: ["left", "warn"],
+  drained: ["drained", "warn"],
+};
+
+export const kindOf = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : [kind, ""]);

@@ -1,0 +1,21 @@
+// Loads the page again if one of its files did not come: a browser may hold a request for ever when the network changes.
+
+{
+  const TRIES = "paceline-loads";
+  const tries = Number(sessionStorage.getItem(TRIES) ?? 0);
+  let runs = false;
+  let timer = null;
+  const isThere = () => runs && document.querySelector('link[href="static/page.css"]').sheet !== null;
+  const look = () => {
+    if (isThere()) return sessionStorage.removeItem(TRIES);
+    sessionStorage.setItem(TRIES, `${tries + 1}`); // a slow network gets twice as long each time
+    location.reload();
+  };
+  const lookIn = (ms) => {
+    clearTimeout(timer);
+    timer = setTimeout(look, ms * 2 ** Math.min(tries, 4));
+  };
+  lookIn(8000);
+  addEventListener("error", ({ target }) => /^(SCRIPT|LINK)$/.test(target.tagName) && !isThere() && lookIn(500), true);
+  addEventListener("paceline-runs", () => (runs = true));
+}
