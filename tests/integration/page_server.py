@@ -115,6 +115,7 @@ class PageServer:
         asked: what operators asked for, and with which query.
         at: the coordinator's clock in the next message; `push` moves it on by half a second.
         silent: words that an address has if it gets no answer at all, as if the network had swallowed it.
+        swallowed: set once there was such a request.
         may_drain: False if its callers may look only.
         held: answers that wait, by the number after which a caller asks for events.
     """
@@ -137,6 +138,7 @@ class PageServer:
         self.asked: list[str] = []
         self.at = 1.8e9
         self.silent = ""
+        self.swallowed = asyncio.Event()
         self.may_drain = True
         self.held: dict[int, HeldAnswer] = {}
         self._streams: dict[asyncio.Queue[bytes | None], str | None] = {}
@@ -181,6 +183,7 @@ class PageServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self.silent and self.silent in request.path_qs:
+            self.swallowed.set()
             await asyncio.Event().wait()
         asks = request.path.startswith("/api/") and request.path != "/api/session"
         if asks and self.token and request.headers.get("Authorization") != f"Bearer {self.token}":

@@ -121,7 +121,8 @@ $("look-copy").addEventListener("click", async () => {
     toast("good", "Copied.");
   } catch {
     getSelection().selectAllChildren($("look-text")); // a page without TLS may not write to the clipboard by itself
-    toast(document.execCommand("copy") ? "good" : "warn", "The text is selected: copy it with Ctrl+C.");
+    if (document.execCommand("copy")) toast("good", "Copied.");
+    else toast("warn", "The text is selected: copy it with Ctrl+C.");
   }
 });
 
