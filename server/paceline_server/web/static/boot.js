@@ -15,7 +15,7 @@
     clearTimeout(timer);
     timer = setTimeout(look, ms * 2 ** Math.min(tries, 4));
   };
-  lookIn(8000);
+  lookIn(5000);
   addEventListener("error", ({ target }) => /^(SCRIPT|LINK)$/.test(target.tagName) && !isThere() && lookIn(500), true);
   addEventListener("paceline-runs", () => (runs = true));
 }
