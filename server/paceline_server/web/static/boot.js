@@ -7,7 +7,7 @@
   let timer = null;
   const isThere = () => runs && document.querySelector('link[href="static/page.css"]').sheet !== null;
   const look = () => {
-    if (isThere()) return sessionStorage.removeItem(TRIES);
+    if (isThere()) return;
     sessionStorage.setItem(TRIES, `${tries + 1}`); // a slow network gets twice as long each time
     location.reload();
   };
@@ -17,5 +17,8 @@
   };
   lookIn(5000);
   addEventListener("error", ({ target }) => /^(SCRIPT|LINK)$/.test(target.tagName) && !isThere() && lookIn(500), true);
-  addEventListener("paceline-runs", () => (runs = true));
+  addEventListener("paceline-runs", () => {
+    runs = true;
+    sessionStorage.removeItem(TRIES);
+  });
 }
