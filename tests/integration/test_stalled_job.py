@@ -40,7 +40,8 @@ def metrics(page: Page) -> dict[str, str]:
 def test_a_hang_names_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
     script, go_on, end = tmp_path / "hang.py", tmp_path / "go_on", tmp_path / "end"
     script.write_text(HANG)
-    with command("run", "-n", "2", "--http", str(script), str(go_on), str(end)) as running:
+    apart = {"TMPDIR": str(tmp_path)}  # from coordinators of other tests
+    with command("run", "-n", "2", "--http", str(script), str(go_on), str(end), **apart) as running:
         page = Page(running)
 
         def until(seen: Any) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def test_a_hang_names_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
         assert (stalled["phase"], stalled["totals"]["operations"]) == ("running", 21)
         assert stalled["totals"]["logged"] == {"loss": 25.0, "rate": 0.5}, "the mean of both ranks after collective 20"
         assert float(metrics(page)['paceline_job_stalled_seconds{job="default"}']) >= 2.0
-        with command("status", "default") as status:
+        with command("status", "default", **apart) as status:
             assert status.wait() == 0, str(status)
         assert "stalled for " in status.stdout
         assert "has not entered all_reduce 21" in " ".join(status.stdout.split())

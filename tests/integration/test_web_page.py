@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 import pytest
 
 from integration.page_server import HeldAnswer, add_event, add_gone, add_member, new_job, new_process, page_server
@@ -83,6 +85,13 @@ def full_job() -> pb.GetJobResponse:
     add_event(job, "verdict", "rank 1 (host-b, pid 4711) was killed by SIGKILL")
     add_event(job, "view", "5 workers train from step 31", generation=2)
     job.verdict.text = "rank 1 (host-b, pid 4711) was killed by SIGKILL"
+    job.summary.total = 100_000
+    job.summary.totals.checkpoint_step = 40
+    job.summary.totals.checkpoint_ago.FromSeconds(9)
+    for name, value in (("loss", float("nan")), ("a name of many letters, " * 8, 3.25)):
+        job.summary.totals.logged[name] = value
+    for member in job.members:
+        member.progress.cpu, member.progress.memory = 1.4, 12_345_678_901
     return job
 
 
@@ -354,12 +363,21 @@ def test_a_worker_is_drained_by_keyboard_and_the_job_by_mouse() -> None:
 def test_the_page_fits_its_width_with_readable_light_and_dark_colors(width: int) -> None:
     async def main() -> None:
         job = full_job()
-        async with page_server(job, new_job("another " * 20, 2)) as server, browser() as chromium:
-            tall = 3000  # rows that are far out of sight have no text: they are not laid out
+        stalled = new_job("another " * 20, 2, stalled=9, stall="rank 1 (host-b) has not entered all_reduce 200")
+        async with page_server(job, stalled) as server, browser() as chromium:
+            server.answers["stacks"] = {"processes": [new_process(0, ["a_long_name" * 20]), new_process(1, [], "why")]}
+            tall = 4000  # rows that are far out of sight have no text: they are not laid out
             page = await chromium.page(server.url, width=width, height=tall)
-            for place in ("?jobs", "?job=digits"):
-                await page.go(server.url + place)
-                await page.until("document.querySelectorAll('tbody tr').length > 1")
+            for place in ("?jobs", f"?job={quote(stalled.summary.name)}", "?job=digits", "stacks", "menu"):
+                if place == "stacks":
+                    await page.click("#job-stacks")
+                    await shown(page, "a_long_name", "#look pre")
+                elif place == "menu":
+                    await page.press("Escape")
+                    await page.click("#workers tbody tr button")
+                else:
+                    await page.go(server.url + place)
+                    await page.until("document.querySelectorAll('tbody tr').length > 1")
                 for dark in (False, True):
                     await page.look(width, tall, dark=dark)
                     assert await page.run("document.documentElement.scrollWidth") == width

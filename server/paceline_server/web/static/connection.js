@@ -34,8 +34,10 @@ export class Refused extends Error {
 
 export const pause = (ms) =>
   new Promise((resolve) => {
-    setTimeout(resolve, ms);
-    addEventListener("online", resolve, { once: true });
+    const over = new AbortController();
+    const end = () => (over.abort(), resolve());
+    setTimeout(end, ms);
+    addEventListener("online", end, { signal: over.signal });
   });
 
 /** Asks the coordinator; the answer and its body must come in `seconds`, unless the caller has a signal of its own. */
@@ -79,7 +81,7 @@ async function read(path, signal, alive, take) {
  * Follows a stream for ever, over lost connections; throws if a token is missing.
  *
  * `began` is called for each new connection. `done` says, in words, that all is done, so that nothing is missing when
- * the connection ends; "" if it is not.
+ * the connection ends; "" if it is not. Its argument is true if the coordinator is there, and knows the job no more.
  */
 export async function follow(path, { take, began = () => {}, done }) {
   let lostAt = null;
@@ -100,15 +102,17 @@ export async function follow(path, { take, began = () => {}, done }) {
     watch = setTimeout(() => stop.abort(), 1000 * Math.min(FIRST_BYTE_S * (failures + 1), MOST_FIRST_BYTE_S));
     let why = "connection lost";
     let waitS = 0;
+    let forgotten = false;
     try {
       await read(path, stop.signal, alive, take);
     } catch (error) {
       if (error instanceof Refused && error.status === 401) throw error;
       if (error instanceof Refused) ({ message: why, waitS } = error);
+      forgotten = error instanceof Refused && error.status === 404;
     }
     clearTimeout(watch);
     lostAt ??= Date.now();
-    if (done()) connection("calm", done());
+    if (done(forgotten)) connection("calm", done(forgotten));
     else connection("bad", `${why}; trying again for ${lasted((Date.now() - lostAt) / 1000)}`);
     await pause(Math.max(1000 * waitS, RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)]));
   }

@@ -30,7 +30,8 @@ export function allowActions(may) {
 }
 
 /** Says that the job is done, or nothing. */
-export const doneJob = () => (detail?.job.phase === "finished" ? "the job is done, and its coordinator has ended" : "");
+export const doneJob = (forgotten) =>
+  detail?.job.phase === "finished" ? `the job is done, and its coordinator has ${forgotten ? "forgotten it" : "ended"}` : "";
 
 /** Takes note of a new connection: something may have happened before it. */
 export function beganJob() {
