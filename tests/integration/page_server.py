@@ -110,6 +110,7 @@ class PageServer:
         token: the operator's token; empty if none is needed.
         drained: what was asked to leave, as the page named it.
         refuses: True while it answers no stream.
+        refusals: counts the streams that it has not answered.
         history: what it answers to a question for a job's history.
         answers: what it answers to operators, by what they ask for: "output", "stacks", "trace".
         asked: what operators asked for, and with which query.
@@ -126,6 +127,7 @@ class PageServer:
         self.token = ""
         self.drained: list[list[str]] = []
         self.refuses = False
+        self.refusals = asyncio.Semaphore(0)
         self.history: dict[str, Any] = {
             "at": [],
             "step": [],
@@ -227,6 +229,7 @@ class PageServer:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         name = request.query.get("job")
         if self.refuses:
+            self.refusals.release()
             return web.json_response(
                 {"error": "the coordinator is not ready"}, status=503, headers={"Retry-After": "1"}
             )

@@ -451,9 +451,8 @@ def test_a_finished_job_stays_shown_when_its_coordinator_ends() -> None:
                 new MutationObserver(() => said.push(document.querySelector("#connection").textContent))
                     .observe(document.querySelector("#connection"), {childList: true});
             })()""")
-            before = len(page.requests)
-            while len(page.requests) < before + 2:  # it asks again, and finds nobody
-                await page.run("new Promise((resolve) => setTimeout(resolve, 50))")
+            for _ in range(3):  # it asks again, and finds nobody
+                await server.refusals.acquire()
             assert await page.run("said") == []
 
     run(main)
