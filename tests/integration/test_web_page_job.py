@@ -339,7 +339,7 @@ def test_stacks_that_are_the_same_are_told_once() -> None:
             await page.until("!document.querySelector('#look').open")
             await page.click("#workers tbody tr:nth-child(4) button")
             await page.click("#menu-stacks")
-            await page.until("document.querySelector('#look').open")
+            await shown(page, "data.py:4 in read", "#look[open] pre")
             assert server.asked == ["stacks?", "stacks?member=m4"]
 
     run(main)
