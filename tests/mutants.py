@@ -1174,6 +1174,34 @@ MUTANTS = (
         "if not position and replica not in self._held:",
         ("unit/cli/test_torch_worlds.py",),
     ),
+    Mutant(
+        "readers see what workers have printed",
+        f"{SERVER}/services/authenticate.py",
+        "if role >= Role.OPERATOR or not any(",
+        "if True or not any(",
+        ("integration/test_http_questions.py",),
+    ),
+    Mutant(
+        "a stopping coordinator does not tell its viewers how a job has ended",
+        f"{SERVER}/web/stream.py",
+        "self.close(last)",
+        "self.close()",
+        ("integration/test_http_questions.py",),
+    ),
+    Mutant(
+        "a text that is half written counts as the last lines of a worker",
+        "client/paceline/_session/output_file.py",
+        " and zlib.crc32(text) == checksum",
+        "",
+        ("unit/session/test_output_file.py",),
+    ),
+    Mutant(
+        "what a worker prints last before it hangs is not shown",
+        "client/paceline/cli/launcher/launcher.py",
+        "self._drained_by, next_spare, *outputs)",
+        "self._drained_by, next_spare)",
+        ("integration/test_last_lines.py",),
+    ),
 )
 
 

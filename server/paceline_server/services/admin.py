@@ -72,7 +72,8 @@ class AdminHandlers(AdminServiceServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: _Context | None = None) -> pb.ListJobsResponse:
         """Returns all jobs, sorted by name; an answer that others have just been given, if there are many jobs."""
-        names = [] if _ALL in self._answers else self._dispatcher.names()
+        is_given = _ALL in self._answers and not self._dispatcher.draining
+        names = [] if is_given else self._dispatcher.names()
         return await self._answer(_ALL, len(names), lambda: self._list(names))
 
     async def GetJob(self, request: pb.GetJobRequest, context: _Context | None = None) -> pb.GetJobResponse:
@@ -81,7 +82,12 @@ class AdminHandlers(AdminServiceServicer):
         return await self._answer(request.job, len(membership.state.sessions), lambda: self._detail(membership))
 
     async def _answer(self, key: str, count: int, write: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Writes an answer with so many members or jobs, or gives the long one that others have just been given."""
+        """Writes an answer with so many members or jobs, or gives the long one that others have just been given.
+
+        Who asks while the coordinator stops wants to know how it has all ended.
+        """
+        if self._dispatcher.draining:
+            return await write()
         answer: asyncio.Task[T] | None = self._answers.get(key)
         if answer is None:
             if count <= AT_ONCE:

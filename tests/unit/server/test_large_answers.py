@@ -125,6 +125,23 @@ def test_callers_of_get_job_share_one_answer_about_a_large_job(written: list[str
     run(main)
 
 
+def test_a_stopping_coordinator_gives_no_earlier_answer() -> None:
+    async def main(dispatcher: Dispatcher) -> None:
+        register(dispatcher, "job", MANY)
+        handlers = AdminHandlers(dispatcher, FOREVER)
+
+        async def phase() -> int:
+            return (await handlers.GetJob(admin_pb2.GetJobRequest(job="job"))).summary.phase
+
+        assert await phase() == admin_pb2.JOB_PHASE_WAITING
+        dispatcher.jobs["job"].membership.state.finished = 7
+        assert await phase() == admin_pb2.JOB_PHASE_WAITING
+        dispatcher.drain()
+        assert await phase() == admin_pb2.JOB_PHASE_FINISHED
+
+    run(main)
+
+
 def test_a_shared_answer_expires_and_is_rebuilt(written: list[str]) -> None:
     async def main(dispatcher: Dispatcher) -> None:
         register(dispatcher, "job", MANY)
