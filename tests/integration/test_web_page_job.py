@@ -41,6 +41,27 @@ def test_a_stalled_job_says_first_who_holds_it_up() -> None:
     run(main)
 
 
+def test_a_job_without_steps_has_ended_when_its_workers_and_the_coordinator_have() -> None:
+    async def main() -> None:
+        job = new_job(workers=2)
+        async with page_server(job) as server, browser() as chromium:
+            page = await chromium.page(server.url + "?job=digits")
+            await page.until(f"{ROWS}.length === 2")
+            del job.members[:]
+            job.summary.phase, job.summary.world_size = pb.JOB_PHASE_WAITING, 0
+            add_gone(job, 0, "left the job")
+            server.refuses = True
+            server.push({**server.message("digits"), "over": True})
+            server.cut()
+            await shown(page, "all workers have left, and the coordinator has ended", "#why")
+            await shown(page, "the coordinator has ended", "#connection.calm")
+            await shown(page, "left the job", "#gone li.calm")
+            assert not await page.run("document.body.classList.contains('stale')")
+            assert not page.complaints
+
+    run(main)
+
+
 def test_a_finished_job_stays_shown_when_its_coordinator_ends() -> None:
     async def main() -> None:
         job = new_job()

@@ -90,11 +90,11 @@ class Broadcast:
                 viewer.queue.put_nowait(message)
 
     async def finish(self) -> None:
-        """Ends all streams after a last whole message, which is built now: a viewer sees how a job has ended."""
+        """Ends all streams after a last whole message, built now and marked `over`: it shows how a job has ended."""
         if self._task is not None:
             self._task.cancel()
         try:
-            last = self._message(await self._build())
+            last = self._message({**await self._build(), "over": True})
         except Exception:  # noqa: BLE001  without it they end as well: the coordinator stops
             last = None
         self.close(last)

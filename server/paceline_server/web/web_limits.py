@@ -25,7 +25,7 @@ class WebLimits:
     """Requests a second that are served to one payer, after `request_burst` at once: they take some 5 % of a core."""
 
     request_burst: int = 1_000
-    """Requests of one payer that may come at once: a page begins with 10."""
+    """Requests of one payer that may come at once: a page begins with 20."""
 
     patience_s: float = 0.4
     """The most seconds for which a request waits for its turn: less than a stopping coordinator waits for answers."""

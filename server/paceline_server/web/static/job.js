@@ -29,9 +29,12 @@ export function allowActions(may) {
   mayAct = may;
 }
 
-/** Says that the job is done, or nothing. */
-export const doneJob = (forgotten) =>
-  detail?.job.phase === "finished" ? `the job is done, and its coordinator has ${forgotten ? "forgotten it" : "ended"}` : "";
+/** Says that the job has ended, or nothing. */
+export function doneJob(forgotten) {
+  const [phase] = detail ? phaseOf(detail.job) : [""];
+  if (phase === "finished") return `the job is done, and its coordinator has ${forgotten ? "forgotten it" : "ended"}`;
+  return phase === "ended" ? "the coordinator has ended" : "";
+}
 
 /** Takes note of a new connection: something may have happened before it. */
 export function beganJob() {
@@ -47,6 +50,7 @@ export function takeJob(message) {
   for (const id of message.members_gone ?? []) members.delete(id);
   takeEvents(message.events ?? []);
   detail = message;
+  message.job.over = message.over ?? false;
   plots.series.add(message.at, message.job.totals);
   if (wantsHistory) askForHistory();
   showSoon();
@@ -155,6 +159,7 @@ const goneRows = new Rows($("gone").querySelector("ol"), {
     const [who, how, ago, last] = row.children;
     setText(who, nameOf(gone));
     setText(how, gone.how);
+    setClass(row, gone.how.startsWith("left ") ? "calm" : "bad");
     setText(ago, `${lasted(gone.ago_s)} ago`);
     last.hidden = !gone.output;
     setText(last.lastElementChild, gone.output ?? "");
@@ -179,7 +184,7 @@ const tileRows = new Rows($("tiles"), {
 function tiles({ totals, ...job }) {
   const ofSteps = hasSteps({ totals, ...job });
   const [phase] = phaseOf(job);
-  const finished = phase === "finished";
+  const finished = phase === "finished" || phase === "ended";
   const ago = totals.checkpoint_ago_s ?? null;
   return [
     ["progress", progress({ totals, ...job })],

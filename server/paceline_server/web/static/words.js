@@ -54,6 +54,7 @@ export const hasSteps = ({ total, totals }) => !!total || totals.step > 0 || !to
 /** What a job's state is called, and its mood. */
 export function phaseOf(job) {
   if (job.phase === "finished") return ["finished", "calm"];
+  if (job.over && job.world_size === 0) return ["ended", "calm"]; // a job without a loop over steps is never finished
   if (typeof job.stalled_s === "number") return ["stalled", "warn"];
   if (job.phase === "void") return ["reforming", "bad"]; // its workers form the next generation
   return [job.phase, { running: "good", waiting: "warn" }[job.phase] ?? ""];
@@ -63,6 +64,7 @@ export function phaseOf(job) {
 export function headline(job) {
   const [phase] = phaseOf(job);
   if (phase === "finished") return job.totals.step > 0 ? `done, ${many(job.totals.step, "step")}` : "done";
+  if (phase === "ended") return "all workers have left, and the coordinator has ended";
   if (phase === "stalled") return `stalled for ${about(job.stalled_s)}: ${job.stall}`;
   return job.reason;
 }
