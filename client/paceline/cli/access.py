@@ -61,6 +61,6 @@ def keep_the_page(served: Served) -> None:
     Nobody would press one where standard input or output is no terminal.
     """
     if served.page and sys.stdin.isatty() and sys.stdout.isatty():
-        say("the page is served until you press Enter or Ctrl-C")
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):  # also of one who is faster than the next line here
+            say("the page is served until you press Enter or Ctrl-C")
             sys.stdin.readline()
