@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Literal
 
 from paceline_protocol import Counters, Ending, Seat, Verdict, View, rank_name
@@ -75,7 +74,7 @@ MOST_GONE = 100
 """The most members that have gone that are shown."""
 
 _WITH_OUTPUT = 8
-"""The last members that have ended whose last lines are kept: 2 KB each, in each message of the page."""
+"""Members that have ended in the last minute whose last lines are kept: 2 KB each, in each message of the page."""
 
 _REASON_EVERY_S = 1.0
 """Least seconds between two events that say why a job stands where it does: 1,000 arrivals have 1,000 reasons."""
@@ -113,7 +112,7 @@ class Gone:
     loss: str = ""
     """One of `LOSSES` that it is to be counted under, unless somebody has seen its process end; empty if it counts."""
     output: str = ""
-    """The last lines that it printed, if its launcher has sent them; kept of the last `_WITH_OUTPUT` members alone."""
+    """The last lines that it printed, if its launcher has sent them; kept of `_WITH_OUTPUT` members alone."""
 
 
 @dataclass(slots=True)
@@ -260,7 +259,7 @@ class Tally:
         found: list[Happening] = []
         self._notice(now, event, state)
         if isinstance(event, ExitReported):
-            found += self._amend_by(event)
+            found += self._amend_by(now, event)
         endings: dict[str, Ending] = {}
         for effect in effects:
             match effect:
@@ -442,10 +441,9 @@ class Tally:
             self._count_loss(self.gone[0], self.gone[0].loss)
         found_gone = isinstance(event, ExitReported) and event.found_gone
         gone = Gone(now, member_id, session, _cut(how), found_gone)
-        gone.output = event.output if isinstance(event, ExitReported) else ""
         self.gone.append(gone)
-        if len(self.gone) > _WITH_OUTPUT:
-            self.gone[-1 - _WITH_OUTPUT].output = ""
+        if isinstance(event, ExitReported):
+            self._keep_output(now, gone, event.output)
         if not orderly and session.last_generation:
             gone.loss = _loss(event, ending)
             if gone.loss in _KNOWN:
@@ -475,13 +473,20 @@ class Tally:
         self._lost[loss] += 1
         gone.loss = ""
 
-    def _amend_by(self, event: ExitReported) -> list[Happening]:
+    def _keep_output(self, now: float, gone: Gone, output: str) -> None:
+        """Keeps the last lines of the first that end: the others mostly end because of them."""
+        for each in self.gone:
+            if each.output and each.at < now - KEPT_S:  # it is shown no more
+                each.output = ""
+        if sum(bool(each.output) for each in self.gone) < _WITH_OUTPUT:
+            gone.output = output
+
+    def _amend_by(self, now: float, event: ExitReported) -> list[Happening]:
         """Says how members went of which no more was known than that they were silent, gone, or cut off."""
         found = []
-        for gone in islice(reversed(self.gone), _WITH_OUTPUT) if event.output else ():
-            if gone.session.process.is_same(event.process):
-                gone.output = event.output
         for gone in self.gone:
+            if gone.session.process.is_same(event.process):
+                self._keep_output(now, gone, event.output or gone.output)
             news = gone.loss or (gone.found_gone and not event.found_gone)
             if news and gone.session.process.is_same(event.process):
                 gone.how, gone.found_gone = event.how, event.found_gone

@@ -320,8 +320,8 @@ class GoneMember(_message.Message):
     in_view: _builtins.bool
     """True if it had a seat in a view."""
     output: _builtins.str
-    """The last lines that it printed, at most 2,000 bytes; empty if its launcher did not send them. Of the last 8 members
-    that have ended.
+    """The last lines that it printed, at most 2,000 bytes; empty if its launcher did not send them. Of the first 8 members
+    that have ended in the last 60 s.
     """
     @_builtins.property
     def member(self) -> _session_pb2.Member:

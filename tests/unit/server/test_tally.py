@@ -22,7 +22,7 @@ from paceline_protocol.coordinator import (
 )
 from paceline_server.history import MOST_POINTS
 from paceline_server.observatory import MOST_EVENTS, SHOWN_EVENTS, Observatory
-from paceline_server.tally import Happening, Tally
+from paceline_server.tally import KEPT_S, Happening, Tally
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -498,14 +498,17 @@ def test_the_last_lines_of_a_member_that_has_left_come_later(cause: str) -> None
     assert outputs(job) == ["the last line"], "a launcher may report twice"
 
 
-def test_the_last_lines_of_the_last_eight_members_are_kept() -> None:
-    job = WatchedJob(10, most=20)
+def test_the_last_lines_of_the_first_eight_members_of_a_minute_are_kept() -> None:
+    job = WatchedJob(12, most=20)
     processes = [job.state.sessions[member].process for member in job.members]
     for number, process in enumerate(processes[:9]):
         job.do(ExitReported(process, -9, output=f"last of {number}"))
-    assert outputs(job) == ["", *(f"last of {number}" for number in range(1, 9))]
-    job.do(ExitReported(processes[0], -9, output="again"))
-    assert outputs(job)[0] == ""
+    assert outputs(job) == [*(f"last of {number}" for number in range(8)), ""], "the first of them tells most"
+    job.do(ExitReported(processes[8], -9, output="again"))
+    assert outputs(job)[8] == ""
+    job.pass_time(KEPT_S + 1)
+    job.do(ExitReported(processes[9], -9, output="a minute later"))
+    assert outputs(job) == [*[""] * 9, "a minute later"]
 
 
 def test_the_last_lines_are_in_no_log_of_events() -> None:
