@@ -17,7 +17,7 @@ let openMenu = () => {};
 /** Steps behind the most advanced worker, but for those that the age of its last heartbeat explains. */
 function behind(member) {
   if (!member.step) return 0;
-  const explained = 1 + job.totals.steps_per_second * (member.silent_s + 0.1);
+  const explained = 1 + 2 * job.totals.steps_per_second * (member.silent_s + 0.1); // the speed is a mean of 10 s
   return front - member.step > explained ? front - member.step : 0;
 }
 
