@@ -249,6 +249,10 @@ class Counters:
     """Processor time that it uses now, in cores; 0 if that is not known."""
     memory: int = 0
     """Bytes of its memory now; 0 if that is not known."""
+    operations: int = 0
+    """Collectives and messages that it has begun, also in parts of its group."""
+    part: str = ""
+    """What it waits in now in a part of its group, as text for people; empty if it waits in none."""
 
 
 @dataclass(frozen=True, slots=True)

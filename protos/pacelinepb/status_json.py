@@ -177,7 +177,7 @@ def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[s
         "silent_s": round(seconds(status.silent), 3),
         "operation": progress.operation,
         "inside": progress.inside,
-        "doing": progress.doing,
+        "doing": progress.doing or progress.part,
         "step": progress.step,
         "standing": status.standing,
         "straggler": straggler,
@@ -185,8 +185,9 @@ def member_as_dict(status: MemberStatus, straggler: str | None = None) -> dict[s
         "in_collectives_s": round(seconds(progress.in_collectives), 3),
         "speed": round(progress.speed, 3),
         "share": round(progress.share, 4),
-        "cpu": round(progress.cpu, 3) if progress.cpu else None,
-        "memory_bytes": progress.memory or None,
+        # Rounded, so that a member that does nothing new is not sent to the page again and again.
+        "cpu": round(progress.cpu, 1) if progress.cpu else None,
+        "memory_bytes": int(float(f"{progress.memory:.2e}")) or None,
     }
 
 

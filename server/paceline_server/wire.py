@@ -46,7 +46,7 @@ _MOST_RANKS = 1 << 16
 
 _ID = re.compile(r"[!-~]{0,64}")
 
-_LONGEST_DOING = 64
+_LONGEST_DOING, _LONGEST_PART = 64, 128
 
 MOST_OUTPUT = 2_000
 """The most bytes of the last lines of a process that has ended."""
@@ -222,6 +222,8 @@ def read_counters(message: pb.Heartbeat) -> Counters:
         logged=_read_logged(message) if message.logged else {},
         cpu=message.cpu if 0 < message.cpu < _MOST_CORES else 0.0,
         memory=check_number(message.memory, "heartbeat.memory"),
+        operations=check_number(message.operations, "heartbeat.operations"),
+        part=cut(message.part, _LONGEST_PART) if message.part else "",
     )
 
 
@@ -280,4 +282,6 @@ def write_progress(now: float, progress: Progress, counters: Counters | None = N
         logged=counters.logged,
         cpu=counters.cpu,
         memory=counters.memory,
+        operations=counters.operations,
+        part=counters.part,
     )

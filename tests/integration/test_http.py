@@ -760,7 +760,7 @@ def test_a_viewer_that_does_not_read_is_disconnected() -> None:
     async def main() -> None:
         async with limited_page(WebLimits(interval_s=0.01, share=1.0)) as p:
             sessions = [
-                await RawSession.register(p.channel, pid=pid, least=500, most=500, host="h" * 400)
+                await RawSession.register(p.channel, pid=pid, least=500, most=500, host="h" * 400, failure_timeout=60.0)
                 for pid in range(1, 100)
             ]
             reader, writer = await asyncio.open_connection("127.0.0.1", p.port, limit=1024)
@@ -801,7 +801,10 @@ def test_each_of_200_members_adds_one_metric_series() -> None:
 
     async def main() -> None:
         async with page() as p:
-            sessions = [await RawSession.register(p.channel, pid=pid, least=200, most=200) for pid in range(1, 201)]
+            sessions = [
+                await RawSession.register(p.channel, pid=pid, least=200, most=200, failure_timeout=60.0)
+                for pid in range(1, 201)
+            ]
             for session in sessions:
                 await session.view()
             metrics = await p.scrape()

@@ -46,7 +46,7 @@ class MemberCounters:
     Samples are those of its own share. `undone` counts steps that it began, `skipped` committed steps in which no
     member made an update, and `left_out` its samples in those. `waited` is seconds in collectives, of all threads;
     `state_time` is seconds that it has spent in fetching state from other members; `share` its part of a batch, 0 to 1;
-    `total` the last step that its loop is to take, 0 without one.
+    `total` the last step that its loop is to take, 0 without one; `operations` all that were begun, in all groups.
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,7 @@ class MemberCounters:
         self._applied = self._passed_over = (0, 0)  # the last step that was applied, or skipped, and its samples
         self.share = 0.0
         self.total = 0
+        self.operations = 0
         self._logged: dict[str, float] = {}  # replaced as a whole
         self._trainer = 0  # the thread that begins steps
         self._trainer_waited = 0.0  # its part of `waited`
@@ -222,6 +223,7 @@ class MemberCounters:
             share=self.share,
             total=self.total,
             logged=self._logged,
+            operations=self.operations,
         )
         return self._told
 
@@ -241,6 +243,7 @@ def counted_since(start: Counters, now: Counters) -> Counters:
         checkpoint_time=now.checkpoint_time - start.checkpoint_time,
         state_bytes=now.state_bytes - start.state_bytes,
         state_time=now.state_time - start.state_time,
+        operations=now.operations - start.operations,
     )
 
 
@@ -253,7 +256,7 @@ def _checked_name(name: str) -> str:
 def _checked_value(name: str, value: object) -> float:
     try:
         return float(value.item() if hasattr(value, "item") else value)  # type: ignore[arg-type]  # also of a tensor
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, of several elements
         raise TypeError(f"{name} is no number that can be logged, but {type(value).__name__}") from None
 
 

@@ -283,6 +283,7 @@ class Lane:
 
     def _number(self, begin: Begin[T]) -> tuple[int, Callable[[], T]]:
         self._issued += 1
+        self._counters.operations += 1
         return self._issued, begin(self._issued)
 
     def _enqueue(self, operation: int, task: Callable[[], T]) -> Work[T]:

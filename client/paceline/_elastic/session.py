@@ -322,13 +322,13 @@ class Session(abc.ABC):
             raise errors.StepOrderError("session.stop() ends the loop over session.steps(), and none is running")
         self._line.stop()
 
-    def log(self, **values: float) -> None:
+    def log(self, /, **values: float) -> None:
         """Shows values of this worker on the page, and in `paceline status`, `/metrics` and `stats`; no collective.
 
             session.log(loss=loss.item(), lr=scheduler.get_last_lr()[0])
 
         The last value of each name counts, until the same name is logged again. It travels with the next heartbeat,
-        some times a second. What is shown is the mean over the workers that log the name. A step that is undone and run
+        several times a second. What is shown is the mean over the workers that log the name. A step that is undone and run
         again logs again.
 
         Args:

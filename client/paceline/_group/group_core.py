@@ -276,6 +276,24 @@ class GroupCore:
         """Returns the operation that this member is at."""
         return self.bound.lane.progress
 
+    def waits_in_part(self) -> str:
+        """Returns the operation of a part that this member has waited in for longest, for people; "" for none."""
+        inside = [(each.bound.lane.progress, each) for each in self._all_parts() if each.bound.lane.progress.inside]
+        if not inside:
+            return ""
+        progress, part = min(inside, key=lambda found: found[0].since)
+        return f"{part.doing(progress.operation)} {progress.operation} of group {part.bound.name!r}"
+
+    def doing(self, operation: int) -> str:
+        """Returns the kind of an operation, "all_reduce"; "operation" if it is not recorded any more."""
+        signature = self.recorder.find(self.bound.mesh.generation, self.bound.name, operation)
+        return signature.partition(b" ")[0].decode("ascii", "replace")[:64] if signature else "operation"
+
+    def _all_parts(self) -> Iterator[GroupCore]:
+        for part in list(self._parts):
+            yield part
+            yield from part._all_parts()
+
     @contextmanager
     def surrounded(self, around: Around) -> Iterator[None]:
         """Runs operations that this thread issues inside the block through a function, which may copy memory too.

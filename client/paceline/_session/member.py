@@ -51,6 +51,9 @@ from pacelinepb.v1 import session_pb2 as pb
 from pacelinepb.v1 import store_pb2
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
+_PART_CHARACTERS = 120
+"""The longest text of a heartbeat about what a member waits in."""
+
 _log = logging.getLogger("paceline.session")
 
 T = TypeVar("T")
@@ -374,10 +377,8 @@ class MemberConnection:
         usage = pb.Heartbeat(cpu=self._usage.cores(), memory=self._usage.memory())
         if self.generations.mesh is None:
             return usage
-        progress, doing = self.group._core.progress(), ""
-        if progress.inside:
-            signature = self.group._core.recorder.find(self.group.generation, "", progress.operation)
-            doing = signature.partition(b" ")[0].decode("ascii", "replace")[:64] if signature else ""
+        core = self.group._core
+        progress = core.progress()
         counters, now = counted_since(self._counted_before, self._counted()), time.monotonic()
         return pb.Heartbeat(
             operation=progress.operation,
@@ -390,7 +391,7 @@ class MemberConnection:
             samples=counters.samples,
             sent_bytes=dict(sorted(counters.sent_bytes.items(), key=lambda sent: -sent[1])[:MOST_KINDS]),
             in_collectives=duration(counters.in_collectives),
-            doing=doing,
+            doing=core.doing(progress.operation) if progress.inside else "",
             checkpoint_step=counters.checkpoint_step,
             checkpoints=counters.checkpoints,
             checkpoint_failures=counters.checkpoint_failures,
@@ -403,6 +404,8 @@ class MemberConnection:
             logged=counters.logged,
             cpu=usage.cpu,
             memory=usage.memory,
+            operations=counters.operations,
+            part="" if progress.inside else core.waits_in_part()[:_PART_CHARACTERS],
         )
 
     def _counted(self) -> Counters:

@@ -213,9 +213,9 @@ class JobTotals(_message.Message):
     goodput: _builtins.float
     """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it."""
     operations: _builtins.int
-    """Collectives that the job has begun: each once, however many members call it."""
+    """Collectives and messages that rank 0 has begun: in a job without parts of the group, all collectives, each once."""
     operations_per_second: _builtins.float
-    """Collectives in a second, over the last 10 s."""
+    """How many of these in a second, over the last 10 s."""
     checkpoint_step: _builtins.int
     """Step of the last complete checkpoint that is known, 0 for none."""
     @_builtins.property

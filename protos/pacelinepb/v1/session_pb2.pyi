@@ -460,6 +460,8 @@ class Heartbeat(_message.Message):
     LOGGED_FIELD_NUMBER: _builtins.int
     CPU_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     operation: _builtins.int
     """Number of the last collective that the member entered, 0 for none."""
     inside: _builtins.bool
@@ -496,6 +498,12 @@ class Heartbeat(_message.Message):
     """Processor time that it uses, in cores: 1 is all the time of one core. 0 if that is not known."""
     memory: _builtins.int
     """Bytes of its resident memory; 0 if that is not known."""
+    operations: _builtins.int
+    """Collectives and messages that it has begun since it joined, also in parts of its group; never falls in a session."""
+    part: _builtins.str
+    """What it waits in, in a part of its group, as text for people: "all_reduce 5 of group 'tp'", at most 128 bytes. Empty
+    if it waits in none.
+    """
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Time since it entered it, or since it left the last one if it is in none."""
@@ -552,10 +560,12 @@ class Heartbeat(_message.Message):
         logged: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         cpu: _builtins.float = ...,
         memory: _builtins.int = ...,
+        operations: _builtins.int = ...,
+        part: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_time", b"checkpoint_time", "in_collectives", b"in_collectives", "since", b"since", "state_time", b"state_time", "step_since", b"step_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "cpu", b"cpu", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "logged", b"logged", "memory", b"memory", "operation", b"operation", "samples", b"samples", "sent_bytes", b"sent_bytes", "share", b"share", "since", b"since", "speed", b"speed", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "total", b"total", "undone", b"undone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_failures", b"checkpoint_failures", "checkpoint_step", b"checkpoint_step", "checkpoint_time", b"checkpoint_time", "checkpoints", b"checkpoints", "committed", b"committed", "cpu", b"cpu", "doing", b"doing", "in_collectives", b"in_collectives", "inside", b"inside", "logged", b"logged", "memory", b"memory", "operation", b"operation", "operations", b"operations", "part", b"part", "samples", b"samples", "sent_bytes", b"sent_bytes", "share", b"share", "since", b"since", "speed", b"speed", "state_bytes", b"state_bytes", "state_time", b"state_time", "step", b"step", "step_since", b"step_since", "total", b"total", "undone", b"undone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

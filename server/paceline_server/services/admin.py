@@ -304,7 +304,7 @@ def _totals(now: float, tally: Tally | None) -> pb.JobTotals:
         sent_bytes={kind: min(size, _MOST_SUM) for kind, size in tally.sent_bytes.items()},
         operations=min(tally.operations, _MOST_SUM),
         operations_per_second=tally.operations_per_second(now),
-        logged=tally.logged(),
+        logged=tally.logged(now),
         checkpoint_step=tally.checkpoint_step,
         checkpoint_ago=None if tally.checkpoint_at is None else wire.to_duration(now - tally.checkpoint_at),
     )

@@ -159,7 +159,7 @@ class JobCollector:
         )
         for name, _, tally in shown:
             operations.add_metric([name], tally.operations)
-            for what, value in tally.logged().items():
+            for what, value in tally.logged(self._now).items():
                 logged.add_metric([name, what], value)
             steps.add_metric([name, "committed"], tally.committed)
             steps.add_metric([name, "undone"], tally.undone)

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "Heartbeat.doing": 64,
     "Heartbeat.logged": MOST_LOGGED,
     "Heartbeat.logged[]": MOST_NAME_BYTES,
+    "Heartbeat.part": 128,
     "Heartbeat.sent_bytes": MOST_KINDS,
     "Heartbeat.sent_bytes[]": 16,
     "HelloRequest.group": MAX_GROUP_NAME,

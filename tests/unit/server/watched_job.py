@@ -15,7 +15,9 @@ __all__ = ["WatchedJob"]
 class WatchedJob(PureJob):
     """A job with its tally. Begins with a view of workers that have compared their states, at step `base`."""
 
-    def __init__(self, world: int, *, least: int = 1, most: int = 9, base: int = 0) -> None:
+    def __init__(
+        self, world: int, *, least: int = 1, most: int = 9, base: int = 0, failure_timeout: float = 3.0
+    ) -> None:
         super().__init__()
         self.tally = Tally(self.now, self.state)
         self.events: list[tuple[str, str]] = []
@@ -30,7 +32,7 @@ class WatchedJob(PureJob):
             return effects
 
         self.membership.handle = handle  # type: ignore[method-assign]
-        self.members = [self.join(least, most) for _ in range(world)]
+        self.members = [self.join(least, most, timeout=failure_timeout) for _ in range(world)]
         self.pass_time(0.3)
         for member in self.members:  # 0.02 s ago their first view has formed
             self.do(MetOthers(member, Meet(1, Tag(bool(base), base), False)))
