@@ -461,7 +461,7 @@ class Tally:
         found_gone = isinstance(event, ExitReported) and event.found_gone
         gone = Gone(now, member_id, session, _cut(how), found_gone)
         self.gone.append(gone)
-        if isinstance(event, ExitReported):
+        if isinstance(event, ExitReported) and event.output:
             self._keep_output(now, gone, event.output)
         if not orderly and session.last_generation:
             gone.loss = _loss(event, ending)
