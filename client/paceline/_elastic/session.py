@@ -311,9 +311,11 @@ class Session(abc.ABC):
                 if step.applied and is_good_enough(state):
                     session.stop()
 
-        The last checkpoint is written, and the job is done: workers that come later are dismissed. If a member is lost
-        in that step, the loop may end one step later. A `break` on all ranks at the same step ends the job too, at the
-        end of the session, and a `break` on some of them is a `StepOrderError` on all.
+        The next step carries the request. The last checkpoint is written, and the job is done: workers that come later
+        are dismissed. If a member is lost in that step, the loop may end one step later. A request is lost if all that
+        have asked die before the next step is complete, so ask again in each step while the condition holds. A `break`
+        on all ranks at the same step ends the job too, at the end of the session, and a `break` on some of them is a
+        `StepOrderError` on all.
 
         Raises:
             StepOrderError: no loop over steps runs.
@@ -328,8 +330,8 @@ class Session(abc.ABC):
             session.log(loss=loss.item(), lr=scheduler.get_last_lr()[0])
 
         The last value of each name counts, until the same name is logged again. It travels with the next heartbeat,
-        several times a second. What is shown is the mean over the workers that log the name. A step that is undone and run
-        again logs again.
+        several times a second. What is shown is the mean over the workers that log the name. A step that is undone and
+        run again logs again.
 
         Args:
             values: numbers, or what `float` takes, by name; for other names `session.log(**{"val/loss": 0.3})`. A

@@ -88,8 +88,9 @@ def coordinator_of(job: str, coordinator: str | None, timeout: float) -> str:
     having = [address for address in addresses if job in jobs[address]]
     if len(having) == 1:
         return having[0]
+    what = "choose a coordinator (--coordinator)" if having else f"there is no job {job!r} at your coordinators"
     shown = ", ".join(f"{address} (jobs: {', '.join(names[:_FEW]) or 'none'})" for address, names in jobs.items())
-    raise UsageError(f"choose a coordinator (--coordinator): your commands serve {shown}")
+    raise UsageError(f"{what}: your commands serve {shown}")
 
 
 def get_job(coordinator: str, job: str, timeout: float) -> GetJobResponse:

@@ -66,9 +66,9 @@ def job_picture(
     counts = Text.assemble(("step ", "dim"), _step(job), "  ", _rate(totals))
     if (left := seconds_left(job)) is not None:
         counts.append(f"  {_about(left)} left")
-    counts.append_text(Text.assemble(("  lost ", "dim")))
+    counts.append_text(Text.assemble(("  workers lost ", "dim")))
     counts.append(str(totals.members_lost), style="red" if totals.members_lost else "")
-    counts.append_text(Text.assemble(("  undone ", "dim"), str(totals.undone), ("  goodput ", "dim")))
+    counts.append_text(Text.assemble(("  steps undone ", "dim"), str(totals.undone), ("  goodput ", "dim")))
     counts.append(f"{totals.goodput:.1%}" if totals.goodput else "-")
     if totals.checkpoint_step:
         counts.append_text(Text.assemble(("  checkpoint ", "dim"), str(totals.checkpoint_step)))
@@ -102,6 +102,8 @@ def state_of(status: MemberStatus, detail: GetJobResponse, straggler: str | None
         doing = progress.doing or "operation"
         text = f"waits in {printable(doing)} {progress.operation} for {since:.1f} s"
         return text + _for_whom(status, detail), "yellow"
+    if status.standing == "waiting" and detail.summary.generation:
+        return "starts, and joins the next generation", "yellow"
     return _STANDINGS.get(status.standing, (printable(status.standing) or "-", "yellow"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,9 @@ from paceline.cli.output import print_json
 from paceline.cli.pictures import job_picture, phase_text, why_text
 from pacelinepb.status_json import detail_as_dict, job_as_dict
 from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
+
+_WIDE = 200
+"""Columns where the output is no terminal, so that `grep` finds a value beside its name."""
 
 
 def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_json: bool) -> None:
@@ -31,7 +35,7 @@ def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_
             shown["leader"] = {"address": leader.address, "epoch": leader.epoch}
         print_json(shown)
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
     if (leader := listed.leader if detail is None else detail.leader).epoch:
         console.print(Text(f"The coordinator at {leader.address} leads, in epoch {leader.epoch}."))
     if detail is not None:
