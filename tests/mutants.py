@@ -1202,6 +1202,49 @@ MUTANTS = (
         "self._drained_by, next_spare)",
         ("integration/test_last_lines.py",),
     ),
+    # A job that hangs, and what is counted and kept of a job.
+    Mutant(
+        "a rank that is heard of rarely counts as silent",
+        f"{SERVER}/stalls.py",
+        "_holds_up(now, lane, max(LEAST_S, 2 * heartbeat))",
+        "_holds_up(now, lane, LEAST_S)",
+        ("unit/server/test_stalls.py",),
+    ),
+    Mutant(
+        "how long is usual is forgotten at once",
+        f"{SERVER}/stalls.py",
+        "max(gap, self._remembered(now))",
+        "gap",
+        ("unit/server/test_stalls.py",),
+    ),
+    Mutant(
+        "the first step has as little time as all others",
+        f"{SERVER}/stalls.py",
+        "least = LEAST_S if self._gaps >= _FEWEST_GAPS else FIRST_S",
+        "least = LEAST_S",
+        ("unit/server/test_stalls.py",),
+    ),
+    Mutant(
+        "workers without a seat log values for the job",
+        f"{SERVER}/tally.py",
+        "        if member.session.standing is Standing.IN_VIEW:\n            more =",
+        "        if member.session:\n            more =",
+        ("unit/server/test_stalls.py",),
+    ),
+    Mutant(
+        "a stall begins anew when the coordinator is restarted",
+        f"{SERVER}/tally.py",
+        "            self._pace.stood_since(event.progress.since)\n",
+        "            self._pace.moved(now, is_first=False)\n",
+        ("unit/server/test_stalls.py",),
+    ),
+    Mutant(
+        "a history that is full grows on",
+        f"{SERVER}/history.py",
+        "            self._interval *= 2\n",
+        "",
+        ("unit/server/test_history.py",),
+    ),
 )
 
 
