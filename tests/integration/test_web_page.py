@@ -262,6 +262,36 @@ def test_drain_buttons_are_hidden_without_the_permission() -> None:
     run(main)
 
 
+def test_drain_buttons_go_when_the_token_gets_another_role() -> None:
+    async def main() -> None:
+        async with page_server(new_job()) as server, browser() as chromium:
+            page = await chromium.page(server.url + "?job=digits")
+            await page.until("document.querySelector('#actions').checkVisibility()")
+            server.may_drain = False
+            server.cut()  # as the coordinator does when it has read its token file again
+            await page.until("!document.querySelector('#actions').checkVisibility()")
+            assert not page.complaints
+
+    run(main)
+
+
+def test_a_page_that_runs_is_not_loaded_again_if_its_watchman_comes_late() -> None:
+    async def main() -> None:
+        async with page_server(new_job()) as server, browser() as chromium:
+            page = await chromium.page(server.url + "static/icon.svg")
+            # Its look at the page is left to the test.
+            await page.run_first(
+                "{ const real = setTimeout; window.setTimeout = (act, ms) =>"
+                " act.name === 'look' ? void (window.look = act) : real(act, ms); }"
+            )
+            await page.go(server.url + "?job=digits")
+            await page.until(f"{ROWS}.length === 4")
+            late = f"import('{server.url}static/boot.js').then(() => (look(), sessionStorage.length))"
+            assert await page.run(late) == 0, "no load was counted, so none was begun"
+
+    run(main)
+
+
 def test_a_worker_is_drained_by_keyboard_and_the_job_by_mouse() -> None:
     async def main() -> None:
         async with page_server(new_job(workers=2)) as server, browser() as chromium:

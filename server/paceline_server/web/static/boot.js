@@ -3,9 +3,9 @@
 {
   const TRIES = "paceline-loads";
   const tries = Number(sessionStorage.getItem(TRIES) ?? 0);
-  let runs = false;
   let timer = null;
-  const isThere = () => runs && document.querySelector('link[href="static/page.css"]').sheet !== null;
+  // page.js leaves a mark, which is found whichever of the two comes first.
+  const isThere = () => "runs" in document.documentElement.dataset && document.querySelector('link[href="static/page.css"]').sheet !== null;
   const look = () => {
     if (isThere()) return;
     sessionStorage.setItem(TRIES, `${tries + 1}`); // a slow network gets twice as long each time
@@ -17,8 +17,5 @@
   };
   lookIn(5000);
   addEventListener("error", ({ target }) => /^(SCRIPT|LINK)$/.test(target.tagName) && !isThere() && lookIn(500), true);
-  addEventListener("paceline-runs", () => {
-    runs = true;
-    sessionStorage.removeItem(TRIES);
-  });
+  addEventListener("load", () => isThere() && sessionStorage.removeItem(TRIES));
 }

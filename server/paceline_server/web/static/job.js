@@ -27,6 +27,7 @@ let frame = 0;
 
 export function allowActions(may) {
   mayAct = may;
+  if (detail) showSoon();
 }
 
 /** Says that the job has ended, or nothing. */

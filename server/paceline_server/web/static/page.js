@@ -10,7 +10,7 @@ const RETRY_MS = 2000;
 
 const $ = (id) => document.getElementById(id);
 
-dispatchEvent(new Event("paceline-runs"));
+document.documentElement.dataset.runs = ""; // boot.js looks for it
 
 async function start() {
   const session = await get("api/session");
@@ -21,7 +21,13 @@ async function start() {
   if (session.needs_token && !token.get()) return askForToken();
   $(jobName === null ? "jobs-view" : "job-view").hidden = false;
   if (jobName === null) return follow("api/stream", { take: showJobs, done: doneJobs });
-  return follow(`api/stream?job=${encodeURIComponent(jobName)}`, { take: takeJob, began: beganJob, done: doneJob });
+  return follow(`api/stream?job=${encodeURIComponent(jobName)}`, { take: takeJob, began, done: doneJob });
+}
+
+/** Takes note of a new connection to a job: the last one may have ended because the token got another role. */
+function began() {
+  beganJob();
+  get("api/session").then(({ may_drain }) => allowActions(may_drain), () => {}); // without an answer, as before
 }
 
 function begin() {
