@@ -27,10 +27,16 @@ class Terminal:
         arguments: of `paceline`.
         environment: variables on top of this process's own.
         size: rows and columns.
+        background: True if a shell starts it there (&), and waits for it.
     """
 
     def __init__(
-        self, arguments: tuple[str, ...], environment: dict[str, str], size: tuple[int, int] = (40, 80)
+        self,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        size: tuple[int, int] = (40, 80),
+        *,
+        background: bool = False,
     ) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
         clean |= {name: os.environ[name] for name in ("PACELINE_FLIGHT_DIR",) if name in os.environ}
@@ -38,8 +44,9 @@ class Terminal:
             clean.pop(name, None)
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        shell = ["sh", "-mc", '"$@" & wait $!', "sh"] if background else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
+            [*shell, sys.executable, "-m", "paceline", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -113,9 +120,11 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*arguments: str, size: tuple[int, int] = (40, 80), **environment: str) -> Iterator[Terminal]:
+def terminal(
+    *arguments: str, size: tuple[int, int] = (40, 80), background: bool = False, **environment: str
+) -> Iterator[Terminal]:
     """`paceline ARGUMENTS` on a terminal, killed at the end of the block if it still runs."""
-    running = Terminal(arguments, environment, size)
+    running = Terminal(arguments, environment, size, background=background)
     try:
         yield running
     finally:

@@ -281,6 +281,29 @@ def test_the_page_of_a_run_on_a_terminal_stays_until_a_key_is_pressed(
         assert "Traceback" not in shown.text
 
 
+@pytest.mark.parametrize(("how", "signum", "code"), [("end", signal.SIGTERM, 0), ("fail", signal.SIGHUP, 3)])
+def test_a_signal_ends_the_page_of_a_run_with_the_code_of_its_job(
+    how: str, signum: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    (tmp_path / "tmp").mkdir()
+    with terminal("run", "-n", "1", "--http", str(tmp_path / "stays.py"), how, TMPDIR=str(tmp_path / "tmp")) as shown:
+        shown.wait_for("the page is served until you press Enter or Ctrl-C")
+        shown.process.send_signal(signum)
+        assert shown.wait() == code
+        assert "Traceback" not in shown.text
+    left = [path for path in (tmp_path / "tmp").rglob("*") if path.is_file() and path.parent.name != "stacks"]
+    assert not left, "the coordinator's file has its token"
+
+
+def test_a_run_in_the_background_of_a_shell_ends_with_its_job(tmp_path: Path) -> None:
+    (tmp_path / "stays.py").write_text(STAYS)
+    with terminal("run", "-n", "1", "--http", str(tmp_path / "stays.py"), "fail", background=True) as shown:
+        assert shown.wait() == 3
+        assert "joined" in shown.text
+        assert "until you press" not in shown.text
+
+
 def test_ctrl_c_in_a_run_ends_its_page_too(tmp_path: Path) -> None:
     (tmp_path / "stays.py").write_text(STAYS)
     with terminal("run", "-n", "1", "--http", str(tmp_path / "stays.py"), "hang") as shown:

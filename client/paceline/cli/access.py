@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from contextlib import suppress
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from paceline._base.addresses import DEFAULT_PORT, CoordinatorAddresses, Endpoint, parse_endpoint
 from paceline._base.terminal import UsageError, say
@@ -58,9 +63,32 @@ def say_where_the_page_is(served: Served) -> None:
 def keep_the_page(served: Served) -> None:
     """Goes on to serve the page, if there is one, until the user at the terminal presses a key; without one, returns.
 
-    Nobody would press one where standard input or output is no terminal.
+    Nobody would press one where standard input or output is no terminal, or another command has it. SIGTERM, and the
+    SIGHUP of a terminal that is closed, are as good as a key: the job has ended, with a code that remains its own.
     """
-    if served.page and sys.stdin.isatty() and sys.stdout.isatty():
-        with suppress(KeyboardInterrupt):  # also of one who is faster than the next line here
-            say("the page is served until you press Enter or Ctrl-C")
-            sys.stdin.readline()
+    if not (served.page and sys.stdout.isatty() and _may_read(sys.stdin)):
+        return
+    closed = (OSError, termios.error)
+    with suppress(KeyboardInterrupt, *closed), _like_ctrl_c(signal.SIGTERM, signal.SIGHUP):
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)  # keys that were pressed while the job was running
+        say("the page is served until you press Enter or Ctrl-C")
+        sys.stdin.readline()
+
+
+def _may_read(stream: TextIO) -> bool:
+    """Says whether a stream is a terminal, and this process in its foreground; else the kernel would stop a reader."""
+    try:
+        return stream.isatty() and os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except OSError:  # it is not this session's, or was closed
+        return False
+
+
+@contextmanager
+def _like_ctrl_c(*signals: signal.Signals) -> Iterator[None]:
+    """Lets signals raise `KeyboardInterrupt` inside the block."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
