@@ -103,9 +103,12 @@ def _read(fd: int) -> bytes | None:
 
 
 def readable_lines(text: bytes) -> list[str]:
-    """Returns lines without what would control a terminal; bytes that are not UTF-8 are replaced."""
-    shown = readable(_ESCAPES.sub("", text.decode("utf-8", errors="replace")))
-    return shown.split("\n") if shown else []
+    """Returns lines without what would control a terminal; bytes that are not UTF-8 are replaced.
+
+    A sequence ends with its line at the latest: one whose end is missing must not hide what was printed after it.
+    """
+    lines = text.decode("utf-8", errors="replace").split("\n") if text else []
+    return [readable(_ESCAPES.sub("", line)) for line in lines]
 
 
 def newest_text(lines: Sequence[str], most: int = MOST_OF_ENDED) -> str:

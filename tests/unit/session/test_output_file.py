@@ -113,6 +113,12 @@ def test_lines_are_readable_whatever_was_printed() -> None:
     assert all(character.isprintable() or character == "\t" for line in garbage for character in line)
 
 
+@pytest.mark.parametrize("start", [b"\x1bP", b"\x1b]0;", b"\xc2\x90", b"\x1b["])
+def test_a_sequence_without_an_end_hides_no_later_line(start: bytes) -> None:
+    lines = readable_lines(b"start " + start + b"\nTraceback\nValueError")
+    assert lines == ["start ", "Traceback", "ValueError"]
+
+
 def test_the_newest_lines_that_fit_are_reported() -> None:
     lines = [f"line {number}" for number in range(1_000)]
     text = newest_text(lines)
