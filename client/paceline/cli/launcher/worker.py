@@ -94,11 +94,11 @@ class Worker:
         self._go: int | None = None
         self._last_lines = LastLines()
         self._output: OutputFile | None = None
-        with suppress(OSError):  # no memory, or nowhere to write: it runs without
-            self._output = OutputFile()
         news, theirs = os.pipe()
         inherited, options = [theirs], list[str]()
         try:
+            with suppress(OSError):  # no memory, or nowhere to write: it runs without
+                self._output = OutputFile()
             # The worker must never wait for a launcher that does not read; it drops news instead.
             os.set_blocking(theirs, False)
             if spare:
