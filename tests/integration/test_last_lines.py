@@ -164,6 +164,7 @@ def test_the_last_lines_of_a_killed_worker_are_shown(tmp_path: Path, address: st
         run.wait_for("about to die")
         gone: list[Any] = []
         while not gone:
+            assert run.process.poll() is None, str(run)
             gone = ask(address)["gone"]
         (last,) = gone
         assert (last["rank"], last["how"]) == (1, "was killed by SIGKILL")
