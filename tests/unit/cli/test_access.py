@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
 import sys
@@ -16,11 +15,10 @@ from paceline.launch._own_coordinator import Served
 PAGE = Served("127.0.0.1:7400", page="http://127.0.0.1:7401/", token="")
 
 
-class Terminal(io.StringIO):
+class Terminal:
     """Both standard streams of a command, and the keys that it has read."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.user, self.fd = pty.openpty()
         self.read_keys: list[bytes] = []
 
@@ -30,7 +28,7 @@ class Terminal(io.StringIO):
     def fileno(self) -> int:
         return self.fd
 
-    def readline(self, size: int | None = -1, /) -> str:
+    def readline(self) -> str:
         self.read_keys.append(os.read(self.fd, 100))
         return "\n"
 

@@ -33,6 +33,6 @@ def test_a_worker_that_cannot_be_started_leaves_no_descriptor(failing: str, monk
 
     monkeypatch.setattr(os, "pipe", pipe_while_some_are_left)
     before = open_descriptors()
-    with pytest.raises(OSError, match="too many open files|no such program"):
+    with pytest.raises(OSError, match=r"too many open files|no such program"):
         Worker(0, start, lambda news: {}, spare=True)
     assert open_descriptors() == before
