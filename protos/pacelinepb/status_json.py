@@ -128,7 +128,7 @@ def job_as_dict(job: JobSummary) -> dict[str, Any]:
 
 def seconds_left(job: JobSummary) -> float | None:
     """Returns the seconds until the job's last step, at its present speed; None if that is not known."""
-    speed = job.totals.steps_per_second
+    speed = job.totals.steps_per_second if job.phase == JobPhase.JOB_PHASE_RUNNING and not job.stall else 0.0
     return (job.total - job.totals.step) / speed if speed and job.total > job.totals.step else None
 
 

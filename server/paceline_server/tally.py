@@ -85,6 +85,9 @@ _NEWS_S = 5.0
 _MEANS_S = 25e-6
 """Seconds for each value, for which the means of logged values are not computed anew."""
 
+LEFT = "left the job"
+"""How a member went that has not said of an error."""
+
 _NAMED = 3
 """Members that an event names; of more it says how many."""
 
@@ -451,7 +454,7 @@ class Tally:
         session = member.session
         orderly = isinstance(event, LeftJob) and not event.cause
         if orderly:
-            how = "left after a drain" if session.draining else "left the job"
+            how = "left after a drain" if session.draining else LEFT
         elif isinstance(event, LeftJob):
             how = f"raised {event.cause}"
         else:
@@ -507,7 +510,8 @@ class Tally:
             if gone.session.process.is_same(event.process):
                 self._keep_output(now, gone, event.output)
         for gone in self.gone:
-            news = gone.loss or (gone.found_gone and not event.found_gone)
+            raised = gone.how == LEFT and event.exit_code != 0 and not event.found_gone
+            news = gone.loss or raised or (gone.found_gone and not event.found_gone)
             if news and gone.session.process.is_same(event.process):
                 gone.how, gone.found_gone = event.how, event.found_gone
                 if gone.loss:

@@ -122,6 +122,7 @@ _STANDINGS = {
     "waiting": ("waits for the first generation", "yellow"),
     "ready to join": ("waits for the others to end their step", "yellow"),
     "spare": ("spare: waits for a seat", "blue"),
+    "not stopped": ("has not stopped its last step: it may hang", "yellow"),
     "parked": ("waits for the next generation", "yellow"),
 }
 

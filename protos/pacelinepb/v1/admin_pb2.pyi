@@ -365,7 +365,9 @@ class MemberStatus(_message.Message):
     attached: _builtins.bool
     """True while its session has a stream."""
     standing: _builtins.str
-    """Its standing, at most 64 bytes: "training", "met at step 12", "ready to join", "spare", "leaving", "silent"."""
+    """Its standing, at most 64 bytes: "training", "met at step 12", "ready to join", "spare", "leaving", "silent",
+    "waiting", "not stopped".
+    """
     @_builtins.property
     def member(self) -> _session_pb2.Member:
         """The member; its rank is meaningful only if `in_view`."""

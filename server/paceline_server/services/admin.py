@@ -355,7 +355,9 @@ def standing_of(now: float, session: Session, *, is_spare: bool) -> str:
     if session.standing is Standing.DISMISSED or (session.met is not None and session.met.leaving):
         return "leaving"
     if session.standing is Standing.CANDIDATE:
-        return "waiting" if session.met is None else "spare" if is_spare else "ready to join"
+        if session.met is None:  # one that was in a generation has to stop its step first
+            return "not stopped" if session.generation_floor else "waiting"
+        return "spare" if is_spare else "ready to join"
     if session.met is not None:
         return "met" if session.met.tag is None else f"met at step {session.met.tag.step}"
     return "training" if session.standing is Standing.IN_VIEW else "parked"

@@ -8,6 +8,7 @@ const FIRST_BYTE_S = 4; // a stream that does not begin is asked for again; a br
 const MOST_FIRST_BYTE_S = 12;
 const ANSWER_S = 8; // the same for other requests
 const RETRY_MS = [300, 1000, 2000, 4000];
+const DONE_RETRY_MS = 30000; // nothing is missing, and another run may serve here later
 
 const TOKEN = "paceline-token";
 
@@ -114,7 +115,8 @@ export async function follow(path, { take, began = () => {}, done }) {
     lostAt ??= Date.now();
     if (done(forgotten)) connection("calm", done(forgotten));
     else connection("bad", `${why}; trying again for ${lasted((Date.now() - lostAt) / 1000)}`);
-    await pause(Math.max(1000 * waitS, RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)]));
+    const soon = done(forgotten) ? DONE_RETRY_MS : RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
+    await pause(Math.max(1000 * waitS, soon));
   }
 }
 

@@ -96,7 +96,9 @@ function asText(processes) {
     const key = JSON.stringify(each.threads);
     same.set(key, [...(same.get(key) ?? []), each]);
   }
-  const parts = [...same.values()].map((group) => [whoIs(group), ...group[0].threads.map(threadText)].join("\n"));
+  // Those that stand elsewhere than most come first: mostly they hold the others up.
+  const groups = [...same.values()].sort((a, b) => a.length - b.length);
+  const parts = groups.map((group) => [whoIs(group), ...threadsText(group[0].threads)].join("\n"));
   const note = processes.filter((each) => each.trouble).map((each) => `${nameOf(each)}: ${each.trouble}`);
   return [note.join("\n"), parts.join("\n\n")];
 }
@@ -107,6 +109,13 @@ function whoIs(group) {
   const waiting = group.length - ranks.length;
   const names = [...(ranks.length ? [`rank${ranks.length > 1 ? "s" : ""} ${ranges(ranks)}`] : []), ...(waiting ? [many(waiting, "waiting worker")] : [])];
   return `${names.join(" and ")}, all the same:`;
+}
+
+/** The main thread first; threads of libraries alone are only counted. */
+function threadsText(threads) {
+  const own = threads.filter(({ main, library }) => main || !library).sort((a, b) => b.main - a.main);
+  const hidden = threads.length - own.length;
+  return [...own.map(threadText), ...(hidden ? [`  and ${many(hidden, "thread")} of Paceline and grpc`] : [])];
 }
 
 const threadText = ({ main, frames }) =>
@@ -170,7 +179,10 @@ function fromMenu(id, does) {
 fromMenu("menu-output", (member) => look("output", member, `Output of ${nameOf(member)}`));
 fromMenu("menu-stacks", (member) => look("stacks", member, `Where ${nameOf(member)} is`));
 fromMenu("menu-drain", (member) =>
-  askToDrain([member.member_id], `Drain ${nameOf(member)}? It leaves after its current step; the others train on.`),
+  askToDrain(
+    [member.member_id],
+    `Drain ${nameOf(member)}? It leaves after its current step; the others train on. A worker that hangs does not come so far: end its process.`,
+  ),
 );
 
 $("job-stacks").addEventListener("click", () => look("stacks", null, `Where the workers of ${jobName} are`));

@@ -4,11 +4,12 @@ import { get } from "./connection.js";
 import { openMenu } from "./dialogs.js";
 import { inOrder, plots } from "./plots.js";
 import { Rows, element, setClass, setText } from "./rows.js";
-import { DASH, about, clock, hasSteps, headline, kindOf, lasted, logged, nameOf, pace, phaseOf, progress, short, whole } from "./words.js";
+import { DASH, about, clock, hasSteps, headline, kindOf, lasted, logged, many, nameOf, pace, phaseOf, progress, short, whole } from "./words.js";
 import { showWorkers } from "./workers.js";
 
 const MOST_EVENTS = 500;
 const MOST_GENERATIONS = 60;
+const MOST_LEAVERS = 4;
 
 const $ = (id) => document.getElementById(id);
 
@@ -23,6 +24,7 @@ let mayAct = false;
 let askingForEvents = false;
 let completeTo = 0; // no event up to this number is missing
 let wantsHistory = true;
+let isOver = false; // the coordinator has stopped in good order
 let frame = 0;
 
 export function allowActions(may) {
@@ -34,7 +36,7 @@ export function allowActions(may) {
 export function doneJob(forgotten) {
   const [phase] = detail ? phaseOf(detail.job) : [""];
   if (phase === "finished") return `the job is done, and its coordinator has ${forgotten ? "forgotten it" : "ended"}`;
-  return phase === "ended" ? "the coordinator has ended" : "";
+  return isOver && ["ended", "stopped"].includes(phase) ? "the coordinator has ended" : "";
 }
 
 /** Takes note of a new connection: something may have happened before it. */
@@ -51,10 +53,19 @@ export function takeJob(message) {
   for (const id of message.members_gone ?? []) members.delete(id);
   takeEvents(message.events ?? []);
   detail = message;
-  message.job.over = message.over ?? false;
-  plots.series.add(message.at, message.job.totals);
+  message.job.end = message.job.phase === "waiting" && members.size === 0 ? howItEnded() : null;
+  isOver = message.over ?? false;
+  if (message.job.world_size > 0) plots.series.add(message.at, message.job.totals); // else the curves end
   if (wantsHistory) askForHistory();
   showSoon();
+}
+
+/** How a job without workers came to be without: who was lost in its last generation, "" if all have left; or null. */
+function howItEnded() {
+  const latest = [...events.values()].sort((a, b) => b.number - a.number);
+  const since = latest.slice(0, latest.findIndex(({ kind }) => kind === "view") + 1);
+  const lost = since.filter(({ kind }) => kind === "lost").at(-1); // the first of them: others follow it
+  return lost || since.some(({ kind }) => kind === "left") ? { lost: lost?.text ?? "" } : null;
 }
 
 function showSoon() {
@@ -148,6 +159,8 @@ const eventRows = new Rows($("events"), {
   fill() {},
 });
 
+const inGoodOrder = ({ how }) => how.startsWith("left ");
+
 const goneRows = new Rows($("gone").querySelector("ol"), {
   key: (gone) => gone.member_id,
   make() {
@@ -158,14 +171,22 @@ const goneRows = new Rows($("gone").querySelector("ol"), {
   },
   fill(row, gone) {
     const [who, how, ago, last] = row.children;
-    setText(who, nameOf(gone));
+    setText(who, gone.many ? many(gone.many, "worker") : nameOf(gone));
     setText(how, gone.how);
-    setClass(row, gone.how.startsWith("left ") ? "calm" : "bad");
+    setClass(row, inGoodOrder(gone) ? "calm" : "bad");
     setText(ago, `${lasted(gone.ago_s)} ago`);
     last.hidden = !gone.output;
     setText(last.lastElementChild, gone.output ?? "");
   },
 });
+
+/** Those that were lost, and those that left in good order, as one entry if they are many. */
+function withoutCrowd(gone) {
+  const left = gone.filter((each) => inGoodOrder(each));
+  if (left.length <= MOST_LEAVERS) return gone;
+  const crowd = { member_id: "left", many: left.length, how: "left the job", ago_s: left.at(-1).ago_s, output: "" };
+  return [...gone.filter((each) => !inGoodOrder(each)), crowd];
+}
 
 // ---- tiles -------------------------------------------------------------------------------------------------------
 
@@ -185,11 +206,11 @@ const tileRows = new Rows($("tiles"), {
 function tiles({ totals, ...job }) {
   const ofSteps = hasSteps({ totals, ...job });
   const [phase] = phaseOf(job);
-  const finished = phase === "finished" || phase === "ended";
+  const finished = ["finished", "ended", "stopped"].includes(phase);
   const ago = totals.checkpoint_ago_s ?? null;
   return [
     ["progress", progress({ totals, ...job })],
-    ...(finished ? [] : [["speed", pace({ totals, ...job })]]),
+    ...(phase === "running" ? [["speed", pace({ totals, ...job })]] : []),
     ...(phase !== "running" || (job.left_s ?? null) === null ? [] : [["time left", `about ${about(Math.max(1, job.left_s))}`]]),
     ...inOrder(Object.keys(totals.logged ?? {})).map((name) => {
       const value = totals.logged[name];
@@ -231,7 +252,7 @@ function showJob() {
   tileRows.update(tiles(job));
   showWorkers(job, members.values(), mayAct, (id, at) => members.has(id) && openMenu(members.get(id), at));
   $("gone").hidden = !detail.gone?.length;
-  goneRows.update(detail.gone ?? []);
+  goneRows.update(withoutCrowd(detail.gone ?? []));
   $("actions").hidden = !mayAct || members.size === 0;
   const newestFirst = [...events.values()].sort((a, b) => b.number - a.number);
   let changes = 0; // older ones that began or ended a generation stay for the strip of generations, so many of them

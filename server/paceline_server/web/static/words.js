@@ -54,7 +54,7 @@ export const hasSteps = ({ total, totals }) => !!total || totals.step > 0 || !to
 /** What a job's state is called, and its mood. */
 export function phaseOf(job) {
   if (job.phase === "finished") return ["finished", "calm"];
-  if (job.over && job.world_size === 0) return ["ended", "calm"]; // a job without a loop over steps is never finished
+  if (job.end && job.world_size === 0) return job.end.lost ? ["stopped", "bad"] : ["ended", "calm"];
   if (typeof job.stalled_s === "number") return ["stalled", "warn"];
   if (job.phase === "void") return ["reforming", "bad"]; // its workers form the next generation
   return [job.phase, { running: "good", waiting: "warn" }[job.phase] ?? ""];
@@ -64,7 +64,8 @@ export function phaseOf(job) {
 export function headline(job) {
   const [phase] = phaseOf(job);
   if (phase === "finished") return job.totals.step > 0 ? `done, ${many(job.totals.step, "step")}` : "done";
-  if (phase === "ended") return "all workers have left, and the coordinator has ended";
+  if (phase === "ended") return "all workers have left";
+  if (phase === "stopped") return `no worker is left: ${job.end.lost}`;
   if (phase === "stalled") return `stalled for ${about(job.stalled_s)}: ${job.stall}`;
   return job.reason;
 }
@@ -89,15 +90,16 @@ export function whatItDoes(member) {
   if (isSilent(member)) return `silent for ${member.silent_s.toFixed(1)} s`;
   if (!member.attached) return "connection lost";
   if (member.straggler) return member.straggler;
-  if (member.inside && member.doing) return `waits in ${member.doing}`;
+  if (member.inside && member.doing) return `waits in ${member.doing} ${member.operation}`;
   if (member.doing) return `in ${member.doing}`;
   if (member.standing === "leaving") return "leaves after its step";
+  if (member.standing === "not stopped") return "has not stopped its last step: it may hang";
   return member.standing === "training" ? "computes" : "waits";
 }
 
 export function moodOf(member) {
   if (isSilent(member) || !member.attached) return "bad";
-  if (member.straggler || member.standing === "leaving") return "warn";
+  if (member.straggler || ["leaving", "not stopped"].includes(member.standing)) return "warn";
   return member.standing === "training" ? "good" : "calm";
 }
 
@@ -112,6 +114,7 @@ const KINDS = {
   view: ["generation", "good"],
   verdict: ["failure", "bad"],
   lost: ["lost", "bad"],
+  reason: ["state", ""],
   joined: ["joined", "good"],
   left: ["left", "warn"],
   drained: ["drained", "warn"],

@@ -52,6 +52,8 @@ const COLUMNS = [
   ["number wide sent", (member) => short(sum(member.sent_bytes), "B"), (member) => sum(member.sent_bytes), "82px"],
 ];
 
+const TEXT = COLUMNS.findIndex(([name]) => name === "text");
+
 const nameOfColumn = ([name]) => name.split(" ").at(-1);
 
 const rows = table(
@@ -70,6 +72,8 @@ const rows = table(
     finish(row, member) {
       setClass(row, `${mood(member)}${behind(member) ? " late" : ""}`);
       setLabel(row.button, `Actions for ${nameOf(member)}`);
+      const text = whatItDoes(member);
+      if (row.cells_[TEXT].title !== text) row.cells_[TEXT].title = text; // it may be cut off
       row.hidden = !matches(member);
     },
   },
@@ -80,7 +84,7 @@ let words = [];
 function matches(member) {
   if (host !== null && member.host !== host) return false;
   if (words.length === 0) return true;
-  const text = `${member.rank ?? ""} ${member.host} ${member.pid} ${member.standing} ${whatItDoes(member)}`.toLowerCase();
+  const text = `rank ${member.rank ?? ""} ${member.host} ${member.pid} ${member.standing} ${whatItDoes(member)}`.toLowerCase();
   return words.every((word) => (/^\d+$/.test(word) ? text.split(" ").includes(word) : text.includes(word)));
 }
 
