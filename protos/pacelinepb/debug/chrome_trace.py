@@ -26,16 +26,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 from pacelinepb.debug.clocks import Clock
-from pacelinepb.debug.records import GroupKey, MemberRecord, RecordedOperation
+from pacelinepb.debug.records import MOST_OPERATIONS, GroupKey, MemberRecord, RecordedOperation
 
 COORDINATOR = 1_000_000
 """The number of the coordinator's process; ranks have their own, and members without a rank come after it."""
-
-_CAPACITY = 1000
-"""Operations in a full recorder."""
 
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 
@@ -146,14 +144,18 @@ class _Trace:
         if record.steps:
             self._draw_steps(record, process)
         for title in sorted(tracks):
-            lanes: list[tuple[int, float]] = []  # its thread, and until when it is taken
+            threads: list[int] = []  # by lane
+            taken: list[tuple[float, int]] = []  # until when, and the lane
+            free: list[int] = []
             for each, began, ended, category in sorted(tracks[title], key=lambda one: (one[1], one[2])):
-                lane = next((number for number, (_, until) in enumerate(lanes) if until <= began), len(lanes))
-                if lane == len(lanes):
+                while taken and taken[0][0] <= began:
+                    heappush(free, heappop(taken)[1])
+                lane = heappop(free) if free else len(threads)
+                if lane == len(threads):
                     name = title + (f" ({lane + 1})" if lane else "")
-                    lanes.append((self._thread(process, name, self._threads + 1), ended))
-                thread = lanes[lane][0]
-                lanes[lane] = (thread, ended)
+                    threads.append(self._thread(process, name, self._threads + 1))
+                thread = threads[lane]
+                heappush(taken, (ended, lane))
                 drawn = _Slice(record, each, process, thread, began - ahead, ended - ahead, uncertainty)
                 self._draw(drawn, category)
                 if category != "queued":
@@ -197,13 +199,15 @@ class _Trace:
         """Draws a step from the moment at which all members had entered it to that of the next one."""
         thread = self._thread(process, "steps", 0)
         ahead = self._clock(record).ahead
+        last: dict[int, float] = defaultdict(float)  # when the last operation of a generation ended
+        for each in record.operations:
+            last[each.generation] = max(last[each.generation], each.ended_at or 0.0)
         for number, step in enumerate(record.steps):
             later = record.steps[number + 1].at if number + 1 < len(record.steps) else record.at
             nexts = record.steps[number + 1].generation if number + 1 < len(record.steps) else record.generation
             ended = later
             if nexts != step.generation:  # the generation ended in this step, with its last operation
-                ends = [each.ended_at or 0.0 for each in record.operations if each.generation == step.generation]
-                ended = min(later, max([step.at, *ends]))
+                ended = min(later, max(step.at, last[step.generation]))
             arguments = {"generation": step.generation, "step": step.number}
             times = (step.at - ahead, max(step.at, ended) - ahead)
             self._slice(process, thread, "step", f"step {step.number}", times, arguments)
@@ -321,4 +325,4 @@ def _track(operation: RecordedOperation) -> str:
 def _reaches_back(record: MemberRecord) -> bool:
     """True if a record has every operation of its generation."""
     numbers = Counter(each.generation == record.generation for each in record.operations)
-    return not record.left_out and (len(record.operations) < _CAPACITY or numbers[False] > 0)
+    return not record.left_out and (len(record.operations) < MOST_OPERATIONS or numbers[False] > 0)

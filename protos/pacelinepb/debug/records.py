@@ -11,10 +11,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-_MOST_OPERATIONS = 10_000
+MOST_OPERATIONS = 1_000
+"""Operations in a full recorder. Of a record that has more the newest are kept."""
+
+_MOST_STEPS = 256
+"""Steps of a record that are kept, the newest; a recorder has fewer."""
+
+_MOST_ENTRIES = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_CHARACTERS = 4_000
-_MOST_LINKS = 16
+_MOST_LINKS, _MOST_LINK = 16, 40
 _MOST_NUMBER = 1 << 63
 _EARLIEST, _LATEST = 946_684_800.0, 4_102_444_800.0
 """The years 2000 and 2100, in seconds since 1970."""
@@ -71,7 +77,8 @@ class MemberRecord:
 
     `rank` and `size` are None and 0 while it is in no view. `groups` are the ranks in the view of the members of its
     groups, by name. `read_at` and `sent_at` are as in `paceline._session.answers`; None for a dump. `left_out`
-    operations had no room in an answer. `links` are the kinds over which it has sent in this generation.
+    operations had no room in an answer, or were more than a recorder has. `links` are the kinds over which it has sent
+    in this generation.
     """
 
     job: str
@@ -109,7 +116,7 @@ def _record(found: Any) -> MemberRecord:
     if not isinstance(found, dict):
         raise ValueError("not a flight record: no JSON object")
     operations, steps, groups = found["operations"], found.get("steps") or [], found.get("groups") or {}
-    if max(len(operations), len(steps), len(groups)) > _MOST_OPERATIONS:
+    if max(len(operations), len(steps), len(groups)) > _MOST_ENTRIES:
         raise ValueError("not a flight record: too many entries")
     rank = found.get("rank")
     return MemberRecord(
@@ -123,12 +130,15 @@ def _record(found: Any) -> MemberRecord:
         at=_time(found["time"]),
         reason=_text(found.get("reason")),
         groups={_text(name): tuple(_number(each, _MOST_RANKS) for each in ranks) for name, ranks in groups.items()},
-        steps=tuple(Entered(_number(each["generation"]), _number(each["number"]), _time(each["at"])) for each in steps),
-        operations=tuple(_operation(each) for each in operations),
+        steps=tuple(
+            Entered(_number(each["generation"]), _number(each["number"]), _time(each["at"]))
+            for each in steps[-_MOST_STEPS:]
+        ),
+        operations=tuple(_operation(each) for each in operations[-MOST_OPERATIONS:]),
         read_at=_seconds(found.get("read_at")),
         sent_at=_seconds(found.get("sent_at")),
-        left_out=_number(found.get("left_out") or 0),
-        links=tuple(_text(each) for each in (found.get("links") or [])[:_MOST_LINKS]),
+        left_out=_number(found.get("left_out") or 0) + max(0, len(operations) - MOST_OPERATIONS),
+        links=tuple(_text(each)[:_MOST_LINK] for each in (found.get("links") or [])[:_MOST_LINKS]),
     )
 
 

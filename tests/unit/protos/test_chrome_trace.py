@@ -110,6 +110,27 @@ def test_adjacent_slices_do_not_overlap_after_rounding() -> None:
     assert len({each["tid"] for each in trace["traceEvents"] if each["ph"] == "X"}) == 2, "one thread for each rank"
 
 
+def test_many_overlapping_operations_have_a_lane_each_and_the_first_free_lane_is_taken() -> None:
+    """2,000 are drawn with a number of comparisons that does not grow with the lanes: those of a heap."""
+    compared = 0
+
+    class Counted(float):
+        def __le__(self, other: float) -> bool:
+            nonlocal compared
+            compared += 1
+            return float.__le__(self, other)
+
+    together = [
+        dataclasses.replace(done(number, 5.0), began_at=NOW - 10.0, ended_at=Counted(NOW - 5.0))
+        for number in range(1, 2_001)
+    ]
+    trace = make_trace([record(0, *together, done(2_001, 3.0), size=1)])
+    slices = [each for each in trace["traceEvents"] if each["ph"] == "X" and each["cat"] == "all_reduce"]
+    assert len({each["tid"] for each in slices}) == 2_000
+    assert slices[-1]["tid"] == slices[0]["tid"]
+    assert compared < 20_000
+
+
 def test_broadcast_of_an_older_generation_has_no_arrows() -> None:
     broadcast = {"kind": "broadcast", "detail": "root=1"}
     old = [dataclasses.replace(done(1, 1.0, **broadcast), generation=2) for _ in range(2)]

@@ -67,6 +67,19 @@ def test_an_oversized_record_drops_its_oldest_operations() -> None:
     assert [each.number for each in found.operations] == list(range(found.left_out + 1, 1001))
 
 
+def test_of_a_record_with_more_than_a_recorder_has_the_newest_is_kept() -> None:
+    recorder = FlightRecorder(capacity=5_000)
+    for number in range(1, 3_001):
+        recorder.issue("", number, b"barrier", 1)
+    record = whole_record(recorder, {"links": ["x" * 5_000]})
+    step = {"generation": 1, "at": record["time"]}
+    found = read_record(json.dumps(record | {"steps": [step | {"number": number} for number in range(300)]}).encode())
+    assert [each.number for each in found.operations] == list(range(2_001, 3_001))
+    assert [each.number for each in found.steps] == list(range(44, 300))
+    assert found.left_out == 2_000
+    assert found.links == ("x" * 40,), "each operation's slice has it"
+
+
 def test_a_worker_outside_any_view_answers_with_an_empty_record() -> None:
     found = read_record(record_answer(whole_record(None, {"job": "digits", "member_id": "m"}), 0.0))
     assert (found.rank, found.generation, found.operations) == (None, 0, ())
