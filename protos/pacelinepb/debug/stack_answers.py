@@ -44,19 +44,31 @@ def read_stacks_answer(data: bytes, number: int) -> tuple[str, str]:
 
 def is_near(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     """True if the one process can signal the other by its pid: they share a kernel and a pid namespace."""
-    place = (one.boot_id, one.pid_namespace)
-    return all(place) and place == (other.boot_id, other.pid_namespace)
+    return all(_place(one)) and _place(one) == _place(other)
 
 
 def neighbours(silent: Sequence[Answered], there: Sequence[Member]) -> list[tuple[Member | None, list[Answered]]]:
-    """Chooses who signals members that do not answer: one that is `there` for each host; None where nobody is."""
-    left, found = list(silent), []
-    while left:
-        place = left[0].member.process
-        near = [each for each in left if is_near(each.member.process, place)][:MOST_PIDS] or [left[0]]
-        found.append((next((each for each in there if is_near(each.process, place)), None), near))
-        left = [each for each in left if each not in near]
+    """Chooses who signals members that do not answer: one that is `there` of the same host; None where nobody is.
+
+    One signals `MOST_PIDS` others at a time. With more on a host the members there take turns.
+    """
+    helpers: dict[tuple[str, int], list[Member]] = {}
+    for member in there:
+        helpers.setdefault(_place(member.process), []).append(member)
+    near: dict[tuple[str, int], list[Answered]] = {}
+    for number, each in enumerate(silent):
+        place = _place(each.member.process)
+        near.setdefault(place if all(place) else ("", -number), []).append(each)
+    found: list[tuple[Member | None, list[Answered]]] = []
+    for place, those in near.items():
+        able = helpers.get(place, []) if all(place) else []
+        for turn, first in enumerate(range(0, len(those), MOST_PIDS)):
+            found.append((able[turn % len(able)] if able else None, those[first : first + MOST_PIDS]))
     return found
+
+
+def _place(process: ProcessIdentity) -> tuple[str, int]:
+    return process.boot_id, process.pid_namespace
 
 
 def processes_by(job: str, silent: Sequence[Answered], said: Answered | None) -> list[Process]:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pacelinepb import MOST_PIDS
 from pacelinepb.debug.gathered import Answered
 from pacelinepb.debug.stack_answers import neighbours, process_of, processes_by, read_stacks_answer, stacks_as_dict
 from pacelinepb.v1.session_pb2 import Member, ProcessIdentity
@@ -53,6 +54,16 @@ def test_each_host_has_one_member_that_signals_its_neighbours() -> None:
         (None, [2]),
         (None, [9]),
         (None, [5]),
+    ]
+
+
+def test_members_of_a_host_with_many_silent_ones_take_turns() -> None:
+    silent = [Answered(at("a", pid), True, b"", "is silent", 1.0, 2.0) for pid in range(1, 2 * MOST_PIDS + 2)]
+    found = neighbours(silent, [at("a", 900), at("a", 901)])
+    assert [(helper and helper.member_id, len(of)) for helper, of in found] == [
+        ("a-900", MOST_PIDS),
+        ("a-901", MOST_PIDS),
+        ("a-900", 1),
     ]
 
 
