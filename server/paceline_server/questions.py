@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -66,23 +66,31 @@ class Questions:
         self._of_job: Counter[str] = Counter()
 
     async def ask(
-        self, job: str, what: pb.Asked, members: Sequence[str], patience: float, longest: float
+        self,
+        job: str,
+        what: pb.Asked,
+        members: Sequence[str],
+        patience: float,
+        longest: float,
+        pids_of: Mapping[str, Sequence[int]] | None = None,
     ) -> AsyncGenerator[Answer, None]:
         """Asks members, and yields one answer of each as they come. A caller that stops early closes the iterator.
 
-        Sets the number of the question. Waits `patience` seconds for each member, and `longest` seconds for all: those
-        that have not answered by then are yielded with that as `trouble`.
+        Sets the number of the question, and its `pids` where `pids_of` tells them by member. Waits `patience` seconds
+        for each member, and `longest` seconds for all: those that have not answered by then are yielded with that as
+        `trouble`.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + longest
         with self._one(job) as (number, question):
-            message = pb.SessionResponse(asked=pb.Asked(ask=number, what=what.what, pids=what.pids))
             todo = deque(members)
             while todo or question.asked or question.came:
                 if question.ended is not None:
                     raise question.ended
                 while todo and len(question.asked) + len(question.came) < self._at_once:
                     member_id, now = todo.popleft(), loop.time()
+                    pids = what.pids if pids_of is None else pids_of.get(member_id, ())
+                    message = pb.SessionResponse(asked=pb.Asked(ask=number, what=what.what, pids=pids))
                     if now >= end:
                         trouble = f"was not asked within {longest:g} s: ask fewer at a time"
                         yield Answer(member_id, None, trouble, now, now)

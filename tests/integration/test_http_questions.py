@@ -20,14 +20,18 @@ from paceline_server import Coordinator, ServerSettings
 from paceline_server._grpc import aio
 from paceline_server.security.tokens import Role
 from paceline_server.services.authenticate import seen_by
-from paceline_server.web import asking
+from paceline_server.web.asking import chosen_members
+from paceline_server.web.web_limits import WebLimits
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import admin_pb2, session_pb2
 from pacelinepb.v1.admin_pb2_grpc import AdminServiceStub
 from support.chrome_format import check_trace
 from support.coordinator import PATIENCE, RawSession, run
+from support.web_server import web_server
 
 ALL, READS, WORKS, OTHER = (f"the-token-that-{what}-0123456789" for what in ("operates", "reads", "works", "is-other"))
+
+OWN = {"X-Paceline": "page"}
 
 PATHS = ("output?member=0", "stacks", "trace")
 
@@ -51,8 +55,8 @@ class Site:
         self.members = [session for _, session in sorted(zip(ranks, sessions, strict=True))]
 
     async def get(self, path: str, status: int = 200, token: str = "", **headers: str) -> Any:
-        """The JSON of a path of the job."""
-        shown = headers | ({"Authorization": f"Bearer {token}"} if token else {})
+        """The JSON of a path of the job, as the page asks for it."""
+        shown = {"X-Paceline": "page"} | headers | ({"Authorization": f"Bearer {token}"} if token else {})
         async with self.http.get(f"/api/jobs/digits/{path}".rstrip("/"), headers=shown) as answer:
             assert answer.status == status, await answer.text()
             return await answer.json()
@@ -62,6 +66,11 @@ class Site:
         session = self.members[rank]
         asked = await session.next("asked")
         assert asked.what == what
+        await self.hand_in(rank, asked, data)
+
+    async def hand_in(self, rank: int, asked: session_pb2.Asked, data: bytes) -> None:
+        """A member answers a question."""
+        session = self.members[rank]
         message = session_pb2.AnswerAskRequest(
             job="digits", member_id=session.member_id, session_token=session.token, ask=asked.ask, data=cut(data)
         )
@@ -114,6 +123,14 @@ def test_a_foreign_page_cannot_make_a_browser_ask(path: str) -> None:
                 refused = await there.get(path, 403, **{"Sec-Fetch-Site": where})
                 assert refused == {"error": "another page must not ask members"}
             await there.get(path, 403, Host="evil.example")
+            address = there.coordinator.http_url + f"api/jobs/digits/{path}"  # not trustworthy: no Sec-Fetch-Site
+            async with aiohttp.ClientSession() as browser, browser.get(address) as answer:
+                assert answer.status == 403
+                assert (await answer.json())["error"].endswith("a header that no other page can send: X-Paceline: page")
+            asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "GET"}
+            async with there.http.options(f"/api/jobs/digits/{path}", headers=asked) as answer:
+                assert answer.status == 405
+                assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
     run(main)
 
@@ -175,7 +192,7 @@ def test_the_page_gets_a_trace_of_members_that_answer() -> None:
                 "job": "digits", "rank": 0, "size": 2, "generation": 1, "host": "host-a",
                 "member_id": there.members[0].member_id,
             }  # fmt: skip
-            asked = asyncio.create_task(there.http.get("/api/jobs/digits/trace"))
+            asked = asyncio.create_task(there.http.get("/api/jobs/digits/trace", headers=OWN))
             await there.answer(
                 0, session_pb2.QUESTION_RECORDS, record_answer(whole_record(recorder, described), time.time())
             )
@@ -202,7 +219,7 @@ def test_a_name_cannot_leave_the_file_name_of_a_trace() -> None:
             session = await RawSession.register(there.channel, job, least=1, most=1)
             await session.view()
             url = f"{there.coordinator.http_url}api/jobs/{job.replace('/', '%2F')}/trace"
-            asked = asyncio.create_task(there.http.get(url))
+            asked = asyncio.create_task(there.http.get(url, headers=OWN))
             there.members = [session]
             found = await session.next("asked")
             message = session_pb2.AnswerAskRequest(
@@ -217,16 +234,147 @@ def test_a_name_cannot_leave_the_file_name_of_a_trace() -> None:
     run(main)
 
 
-def test_a_question_to_more_members_than_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "MOST_ASKED", 1)
-    monkeypatch.setattr(asking.Asking._ask, "__defaults__", (1,))
+@asynccontextmanager
+async def limited(members: int, **limits: Any) -> AsyncIterator[Site]:
+    """A site whose HTTP server has other limits, and whose job has so many members, two on each host."""
+    coordinator = Coordinator(ServerSettings(listen="127.0.0.1:0"))
+    address = await coordinator.start()
+    try:
+        async with (
+            web_server(coordinator, WebLimits(**limits)) as (_, url),
+            aio.insecure_channel(address) as channel,
+            aiohttp.ClientSession(url) as http,
+        ):
+            there = Site(coordinator, http, channel)
+            for number in range(members):
+                process = session_pb2.ProcessIdentity(
+                    host=f"host-{number // 2}", pid=number + 1, boot_id=f"boot-{number // 2}", pid_namespace=1
+                )
+                session = await RawSession.register(
+                    channel, "digits", least=members, most=members, failure_timeout=60.0, process=process
+                )
+                there.members.append(session)
+            ranks = [(await session.view()).rank for session in there.members]
+            there.members = [session for _, session in sorted(zip(ranks, there.members, strict=True))]
+            yield there
+    finally:
+        await coordinator.stop(grace=0.2)
 
+
+def some_record(there: Site, rank: int) -> bytes:
+    described = {
+        "job": "digits", "rank": rank, "size": len(there.members), "generation": 1, "host": "host-a",
+        "member_id": there.members[rank].member_id,
+    }  # fmt: skip
+    recorder = FlightRecorder()
+    recorder.issue("", 1, b"all_reduce op=sum float32[8]", 1).begin()
+    return record_answer(whole_record(recorder, described), time.time())
+
+
+def stacks_of(name: str, more: str = "") -> bytes:
+    text = f'Current thread 0x01 (most recent call first):\n  File "t.py", line 12 in {name}\n{more}'
+    return json.dumps({"stacks": [{"text": text, "trouble": ""}]}).encode()
+
+
+def test_a_question_to_more_members_than_fit_into_memory_is_refused() -> None:
     async def main() -> None:
-        async with site() as there:
-            await there.begin()
-            for path in ("stacks", "trace"):
-                refused = await there.get(path, 400)
-                assert refused["error"].startswith("at most 1 members are asked over HTTP at a time, not 2: name one")
+        async with limited(2, most_stacks=1) as there:
+            refused = await there.get("stacks", 400)
+            assert refused["error"].startswith("at most 1 members are asked over HTTP at a time, not 2: name one")
+
+    run(main)
+
+
+def test_a_trace_is_of_the_first_members_and_says_that_others_were_left_out() -> None:
+    async def main() -> None:
+        async with limited(3, most_traced=2) as there:
+            asked = asyncio.create_task(there.http.get("/api/jobs/digits/trace", headers=OWN))
+            for rank in (0, 1):
+                await there.answer(rank, session_pb2.QUESTION_RECORDS, some_record(there, rank))
+            async with await asked as answer:
+                said, trace = answer.headers["X-Paceline-Left-Out"], await answer.json()
+            assert said.startswith("1 of 3 members were not asked: ")
+            assert said in trace["otherData"]["missing"]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await there.members[2].next("asked")
+
+    run(main)
+
+
+def test_members_that_hold_others_up_come_first_into_a_trace() -> None:
+    detail = admin_pb2.GetJobResponse()
+    for rank, standing in enumerate(("training", "training", "silent", "training")):
+        detail.members.add(
+            member=session_pb2.Member(member_id=f"m{rank}", rank=rank), in_view=True, attached=True, standing=standing
+        )
+    everyone = {each.member.member_id for each in detail.members}
+    assert chosen_members(detail, everyone, 3) == ["m2", "m0", "m1"]
+    assert chosen_members(detail, everyone - {"m2"}, 3) == ["m0", "m1", "m3"], "it has left"
+    detail.members[3].attached = False
+    assert chosen_members(detail, everyone, 2) == ["m2", "m3"]
+
+
+def test_stacks_of_more_members_than_a_trace_has_share_the_room() -> None:
+    async def main() -> None:
+        async with limited(3, most_traced=1, stacks_bytes=3_000) as there:
+            asked = asyncio.create_task(there.get("stacks"))
+            for rank in range(3):
+                more = "x" * 1_000 if rank == 1 else ""
+                await there.answer(rank, session_pb2.QUESTION_STACKS, stacks_of(f"step{rank}", more))
+            found = (await asked)["processes"]
+            assert [each["rank"] for each in found] == [0, 1, 2]
+            assert found[2]["threads"] == [{"main": True, "frames": ["t.py:12 in step2"]}]
+            assert "more than there is room for" in found[1]["trouble"]
+
+    run(main)
+
+
+def test_a_reading_that_takes_too_long_or_makes_too_much_is_refused_in_a_sentence() -> None:
+    async def main() -> None:
+        for limits, why in (({"read_s": 0.0}, "took more than 0 s to read"), ({"read_bytes": 10}, "are more than 0 ")):
+            async with limited(1, **limits) as there:
+                for path, question, data in (
+                    ("trace", session_pb2.QUESTION_RECORDS, some_record(there, 0)),
+                    ("stacks", session_pb2.QUESTION_STACKS, stacks_of("step")),
+                ):
+                    asked = asyncio.create_task(there.get(path, 503))
+                    await there.answer(0, question, data)
+                    refused = (await asked)["error"]
+                    assert why in refused
+                    assert refused.endswith(f"ask one member, or use paceline debug {path}")
+
+    run(main)
+
+
+def test_all_of_a_job_are_asked_one_question_at_a_time_and_one_member_meanwhile() -> None:
+    async def main() -> None:
+        async with limited(1, trace_s=0.5, stacks_s=5.0) as there:
+            first = asyncio.create_task(there.get("stacks"))  # its member does not answer for a second
+            await there.members[0].next("asked")
+            refused = await there.get("trace", 503)
+            assert refused["error"] == "the members' answers were not there within 0.5 s: ask again"
+            assert (await there.get("output?member=0"))["trouble"].startswith("has not answered")
+            assert "has not answered" in (await first)["processes"][0]["trouble"]
+
+    run(main)
+
+
+def test_neighbours_on_several_hosts_are_asked_at_the_same_time() -> None:
+    async def main() -> None:
+        async with limited(4) as there:
+            asked = asyncio.create_task(there.get("stacks"))
+            for rank in (0, 2):
+                await there.answer(rank, session_pb2.QUESTION_STACKS, stacks_of("step"))
+            helping = [await there.members[rank].next("asked") for rank in (0, 2)]  # neither has answered yet
+            assert [list(each.pids) for each in helping] == [[2], [4]]
+            for rank, question in zip((0, 2), helping, strict=True):
+                await there.hand_in(rank, question, stacks_of(f"hangs{rank + 1}"))
+            found = (await asked)["processes"]
+            assert [each["threads"][0]["frames"] for each in found[1::2]] == [
+                ["t.py:12 in hangs1"],
+                ["t.py:12 in hangs3"],
+            ]
 
     run(main)
 

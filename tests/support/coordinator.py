@@ -156,10 +156,14 @@ class RawSession:
             failure_timeout=duration(failure_timeout),
             replica_size=replica_size,
         )
-        fields = {"protocol_version": OURS.oldest, "newest_protocol_version": OURS.newest, **fields}
+        fields = {
+            "protocol_version": OURS.oldest,
+            "newest_protocol_version": OURS.newest,
+            "process": pb.ProcessIdentity(host=host, pid=pid),
+            **fields,
+        }
         register = pb.Register(
             job=job,
-            process=pb.ProcessIdentity(host=host, pid=pid),
             address=f"{host}:{pid}",
             settings=settings,
             **fields,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -170,9 +170,16 @@ class AdminHandlers(AdminServiceServicer):
             raise LimitMet("the members' answers were not read in time: ask fewer members at a time") from None
 
     async def answers(
-        self, request: pb.AskMembersRequest, most: int | None = None
+        self,
+        request: pb.AskMembersRequest,
+        most: int | None = None,
+        longest: float | None = None,
+        pids_of: Mapping[str, Sequence[int]] | None = None,
     ) -> AsyncGenerator[pb.AskMembersResponse, None]:
-        """Asks members, and yields what each answers; refuses to ask more than `most`."""
+        """Asks members, and yields what each answers; refuses to ask more than `most`.
+
+        `longest` and `pids_of` are as in `Questions.ask`.
+        """
         job = self._job(request.job)
         everyone = list(job.membership.state.sessions.values())  # also those whose generation has failed
         sessions = self._chosen(job, everyone, request.members, "AskMembers")
@@ -191,8 +198,9 @@ class AdminHandlers(AdminServiceServicer):
         if len(request.pids) > MOST_PIDS:
             raise LimitMet(f"an AskMembers request names at most {MOST_PIDS} processes, not {len(request.pids)}")
         by_id = {session.member_id: session for session in sessions}
-        clock, wall, longest = asyncio.get_running_loop().time(), time.time(), self._limits.longest_ask_s
-        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, longest)
+        clock, wall = asyncio.get_running_loop().time(), time.time()
+        longest = self._limits.longest_ask_s if longest is None else longest
+        answers = self._dispatcher.questions.ask(request.job, asked, list(by_id), patience, longest, pids_of)
         async with aclosing(answers):
             async for answer in answers:
                 session = by_id[answer.member_id]

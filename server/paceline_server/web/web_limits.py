@@ -48,5 +48,29 @@ class WebLimits:
     most_viewers: int = 100
     """The most streams. One payer has as many as it leaves free at most: one alone half of them."""
 
+    most_traced: int = 32
+    """The most members of one trace: each answer has 1 MiB at most."""
+
+    most_stacks: int = 1_000
+    """The most members whose stacks are asked for at a time; they share `stacks_bytes`."""
+
+    stacks_bytes: int = 32 << 20
+    """Bytes of all stacks of one question."""
+
+    most_jobs_asked: int = 4
+    """Jobs of which all members are asked at one time: the answers of each are in memory together."""
+
+    stacks_s: float = 13.0
+    """Seconds for stacks and for output: less than the page waits (`ASK_S` in dialogs.js)."""
+
+    trace_s: float = 50.0
+    """Seconds for a trace: less than the page waits (`TRACE_S` in dialogs.js)."""
+
+    read_s: float = 20.0
+    """Seconds for the process that reads answers."""
+
+    read_bytes: int = 64 << 20
+    """The most bytes that it makes of them."""
+
 
 USUAL = WebLimits()

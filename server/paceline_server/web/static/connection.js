@@ -43,7 +43,8 @@ export const pause = (ms) =>
 
 /** Asks the coordinator; the answer and its body must come in `seconds`, unless the caller has a signal of its own. */
 export async function call(path, { seconds = ANSWER_S, ...options } = {}) {
-  const headers = { ...options.headers, ...(token.get() ? { Authorization: `Bearer ${token.get()}` } : {}) };
+  // No foreign page may send X-Paceline: the coordinator asks members only for pages that can (web/asking.py).
+  const headers = { ...options.headers, "X-Paceline": "page", ...(token.get() ? { Authorization: `Bearer ${token.get()}` } : {}) };
   const signal = options.signal ?? AbortSignal.timeout(1000 * seconds);
   const answer = await fetch(path, { ...options, headers, signal, cache: "no-store", credentials: "omit" });
   if (answer.ok) return answer;

@@ -6,7 +6,7 @@ import { nameOf, many, ranges } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 
-const ASK_S = 15; // workers are asked, and answer by themselves
+const ASK_S = 15; // workers are asked, and answer by themselves; the coordinator's limits are lower (web_limits.py)
 const TRACE_S = 60;
 
 const jobName = new URLSearchParams(location.search).get("job");
@@ -140,13 +140,16 @@ $("look-copy").addEventListener("click", async () => {
 async function trace() {
   toast("good", "Asking the workers for their last operations…");
   try {
-    const blob = await (await call(path("trace"), { seconds: TRACE_S })).blob();
+    const answer = await call(path("trace"), { seconds: TRACE_S });
+    const leftOut = answer.headers.get("X-Paceline-Left-Out"); // a sentence, if not all workers are in it
+    const blob = await answer.blob();
     const link = element("a");
     link.href = URL.createObjectURL(blob);
     link.download = `${jobName}.trace.json`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-    toast("good", `${link.download} is saved: open it at https://ui.perfetto.dev`);
+    const saved = `${link.download} is saved: open it at https://ui.perfetto.dev`;
+    toast(leftOut ? "warn" : "good", leftOut ? `${saved}. ${leftOut}.` : saved);
   } catch (error) {
     toast("bad", `no trace: ${reason(error)}`);
   }
