@@ -1189,6 +1189,27 @@ MUTANTS = (
         ("integration/test_http_questions.py",),
     ),
     Mutant(
+        "a foreign page makes a browser ask members over plain HTTP",
+        f"{SERVER}/web/asking.py",
+        'if OWN_HEADER not in request.headers and "Authorization" not in request.headers:',
+        "if False:",
+        ("integration/test_http_questions.py",),
+    ),
+    Mutant(
+        "a process that reads answers runs on when nobody waits for it",
+        f"{SERVER}/web/reading.py",
+        "            process.kill()",
+        "            pass",
+        ("integration/test_reading_answers.py",),
+    ),
+    Mutant(
+        "a trace has as many operations as a member cares to send",
+        "protos/pacelinepb/debug/records.py",
+        "for each in operations[-MOST_OPERATIONS:]",
+        "for each in operations",
+        ("integration/test_reading_answers.py", "unit/session/test_answers.py"),
+    ),
+    Mutant(
         "a text that is half written counts as the last lines of a worker",
         "client/paceline/_session/output_file.py",
         " and zlib.crc32(text) == checksum",

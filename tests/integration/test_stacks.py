@@ -114,7 +114,8 @@ def test_the_page_shows_the_stacks_of_a_gil_holder() -> None:
     ):
         ranks = by_rank(started)
         for path in ("stacks", "stacks?member=1"):
-            with urllib.request.urlopen(f"{pages[0]}api/jobs/digits/{path}", timeout=20) as answer:
+            asked = urllib.request.Request(f"{pages[0]}api/jobs/digits/{path}", headers={"X-Paceline": "page"})
+            with urllib.request.urlopen(asked, timeout=20) as answer:
                 found = {each["rank"]: each for each in json.load(answer)["processes"]}
             assert place(found[1]) == "holds_the_gil"
             assert (found[1]["pid"], found[1]["trouble"]) == (ranks[1].process.pid, "")

@@ -1,4 +1,6 @@
-"""What members answer to an operator's questions, read and put together, for the commands and the page alike. Pure.
+"""What members answer to an operator's questions, read and put together, for the commands and the page alike.
+
+Pure, but for apart.py, whose `main` is a process.
 
 gathered.py        the answers of a job's members, and their flight records as a trace
 records.py         a flight record
@@ -7,4 +9,5 @@ chrome_trace.py    a trace for Perfetto
 stack_answers.py   stacks of processes
 folding.py         stacks taken apart, and folded
 output_answers.py  the last lines of workers' output
+apart.py           all of this in a process of its own, for the page
 """

@@ -3,6 +3,7 @@
 server.py      listens, on the coordinator's loop, with its TLS files; holds at most so many connections
 routes.py      the paths: who may ask, what is answered, which error becomes which status
 asking.py      what operators ask members: last lines, stacks, a trace
+reading.py     the process that reads what members have answered
 stream.py      a job's state twice a second, built once for all who watch it
 web_limits.py  limits for callers, and for streams
 metrics.py     one collector for Prometheus, which reads the jobs when it is asked
