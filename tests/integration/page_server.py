@@ -89,7 +89,7 @@ def add_event(detail: pb.GetJobResponse, kind: str, text: str, generation: int =
 
 def new_process(rank: int, frames: list[str], trouble: str = "") -> dict[str, Any]:
     """The stacks of a process: a main thread that is at some places."""
-    threads = [] if trouble else [{"main": True, "frames": frames}]
+    threads = [] if trouble else [{"main": True, "library": False, "frames": frames}]
     whose = {"rank": rank, "member_id": f"m{rank + 1}", "host": f"host-{'bcdefgha'[rank % 8]}", "pid": 4701 + rank}
     return whose | {"threads": threads, "trouble": trouble}
 

@@ -167,7 +167,7 @@ def test_the_page_gets_stacks_of_members_that_answer_and_a_reason_for_others() -
             silent, answered = (await asked)["processes"]
             assert answered == {
                 "rank": 1, "member_id": there.members[1].member_id, "host": "host-a",
-                "pid": answered["pid"], "threads": [{"main": True, "frames": ["t.py:12 in step"]}], "trouble": "",
+                "pid": answered["pid"], "threads": [{"main": True, "library": False, "frames": ["t.py:12 in step"]}], "trouble": "",
             }  # fmt: skip
             assert (silent["rank"], silent["threads"]) == (0, [])
             assert silent["trouble"] == (
@@ -324,7 +324,7 @@ def test_stacks_of_more_members_than_a_trace_has_share_the_room() -> None:
                 await there.answer(rank, session_pb2.QUESTION_STACKS, stacks_of(f"step{rank}", more))
             found = (await asked)["processes"]
             assert [each["rank"] for each in found] == [0, 1, 2]
-            assert found[2]["threads"] == [{"main": True, "frames": ["t.py:12 in step2"]}]
+            assert found[2]["threads"] == [{"main": True, "library": False, "frames": ["t.py:12 in step2"]}]
             assert "more than there is room for" in found[1]["trouble"]
 
     run(main)

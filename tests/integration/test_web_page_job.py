@@ -41,9 +41,25 @@ def test_a_stalled_job_says_first_who_holds_it_up() -> None:
     run(main)
 
 
-def test_a_job_without_steps_has_ended_when_its_workers_and_the_coordinator_have() -> None:
+@pytest.mark.parametrize(
+    ("kind", "text", "headline", "phase"),
+    [
+        ("left", "rank 0 (host-b, pid 1) left the job", "all workers have left", "#phase.calm"),
+        (
+            "lost",
+            "rank 1 (host-c, pid 2) was killed by SIGKILL",
+            "no worker is left: rank 1 (host-c, pid 2) was killed by SIGKILL",
+            "#phase.bad",
+        ),
+    ],
+)
+def test_a_job_without_workers_says_how_it_came_to_that(kind: str, text: str, headline: str, phase: str) -> None:
     async def main() -> None:
         job = new_job(workers=2)
+        add_event(job, "lost", "a worker of an earlier generation was lost")
+        add_event(job, "view", "generation 1 has begun")
+        add_event(job, kind, text)
+        add_event(job, "left", "the other one left the job")
         async with page_server(job) as server, browser() as chromium:
             page = await chromium.page(server.url + "?job=digits")
             await page.until(f"{ROWS}.length === 2")
@@ -53,7 +69,8 @@ def test_a_job_without_steps_has_ended_when_its_workers_and_the_coordinator_have
             server.refuses = True
             server.push({**server.message("digits"), "over": True})
             server.cut()
-            await shown(page, "all workers have left, and the coordinator has ended", "#why")
+            await shown(page, headline, "#why")
+            assert await page.text(phase) in ("ended", "stopped")
             await shown(page, "the coordinator has ended", "#connection.calm")
             await shown(page, "left the job", "#gone li.calm")
             assert not await page.run("document.body.classList.contains('stale')")
@@ -83,7 +100,8 @@ def test_a_finished_job_stays_shown_when_its_coordinator_ends() -> None:
                 new MutationObserver(() => said.push(document.querySelector("#connection").textContent))
                     .observe(document.querySelector("#connection"), {childList: true});
             })()""")
-            for _ in range(3):  # it asks again, and finds nobody
+            for _ in range(3):  # it asks again, which is seldom by itself, and finds nobody
+                await page.run("dispatchEvent(new Event('online'))")
                 await server.refusals.acquire()
             assert await page.run("said") == []
 
@@ -275,7 +293,7 @@ def test_columns_that_nobody_knows_are_hidden() -> None:
             page = await chromium.page(server.url + "?job=digits", width=1600)
             await page.until(f"{ROWS}.length === 2")
             usual = ["rank", "host", "pid", "step", "behind", "state", "now"]
-            assert await page.run(HEADS) == [*usual, "speed", "share", "sent", "actions"]
+            assert await page.run(HEADS) == [*usual, "samples/s", "share", "sent", "actions"]
             job.members[0].progress.cpu, job.members[1].progress.memory = 1.42, 1_234_567_890
             for member in job.members:
                 member.progress.speed = member.progress.share = 0

@@ -94,6 +94,9 @@ def stacks_as_dict(process: Process, answer: Answered) -> dict[str, Any]:
         "member_id": answer.member.member_id,
         "host": answer.member.process.host,
         "pid": answer.member.process.pid,
-        "threads": [{"main": stack.is_main, "frames": list(stack.frames)} for stack in process.stacks],
+        "threads": [
+            {"main": stack.is_main, "library": stack.is_library, "frames": list(stack.frames)}
+            for stack in process.stacks
+        ],
         "trouble": process.trouble,
     }

@@ -150,7 +150,9 @@ class JobCollector:
             last.add_metric([name], tally.checkpoint_step)
         yield from (failures, last)
         operations = CounterMetricFamily(
-            "paceline_operations", "Collectives: each once, however many members call it.", labels=["job"]
+            "paceline_operations",
+            "Collectives and messages that rank 0 has begun, also in parts of the group.",
+            labels=["job"],
         )
         logged = GaugeMetricFamily(
             "paceline_logged",

@@ -23,7 +23,7 @@ def test_an_answer_is_read_and_written_as_json() -> None:
     answer = answered(json.dumps({"stacks": [{"text": text, "trouble": ""}]}).encode())
     assert stacks_as_dict(process_of(answer), answer) == {
         "rank": 2, "member_id": "m1", "host": "host-b", "pid": 4711,
-        "threads": [{"main": True, "frames": ["t.py:12 in step"]}], "trouble": "",
+        "threads": [{"main": True, "library": False, "frames": ["t.py:12 in step"]}], "trouble": "",
     }  # fmt: skip
 
 
