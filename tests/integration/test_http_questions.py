@@ -167,7 +167,8 @@ def test_the_page_gets_stacks_of_members_that_answer_and_a_reason_for_others() -
             silent, answered = (await asked)["processes"]
             assert answered == {
                 "rank": 1, "member_id": there.members[1].member_id, "host": "host-a",
-                "pid": answered["pid"], "threads": [{"main": True, "library": False, "frames": ["t.py:12 in step"]}], "trouble": "",
+                "pid": answered["pid"], "trouble": "",
+                "threads": [{"main": True, "library": False, "frames": ["t.py:12 in step"]}],
             }  # fmt: skip
             assert (silent["rank"], silent["threads"]) == (0, [])
             assert silent["trouble"] == (
