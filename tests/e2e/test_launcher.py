@@ -367,3 +367,17 @@ def test_redirected_lines_go_only_to_log_files(script: Path, tmp_path: Path) -> 
     found = re.match(r"paceline: the lines of the workers are kept in (\S+)", run.stderr)
     assert found is not None
     assert "out" in (Path(found[1]) / "worker-0.log").read_text()
+
+
+def test_a_worker_that_is_stopped_while_all_others_have_ended_is_named(script: Path) -> None:
+    code = """
+        import os, signal
+        if os.environ["PACELINE_LOCAL_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    with command("run", *NOWHERE, "-n", "3", write(script, code)) as run:
+        run.wait_for("waiting for")
+        found = re.search(r"all other workers have ended; waiting for worker #1 \(pid (\d+), stopped by", run.stderr)
+        assert found is not None, str(run)
+        os.kill(int(found[1]), signal.SIGCONT)
+        assert run.wait() == 0, str(run)

@@ -13,6 +13,8 @@ from paceline.cli.access import coordinator_address
 from paceline.cli.admin import coordinator_of, get_job, list_all
 from paceline.cli.output import print_json
 from paceline.cli.pictures import job_picture, phase_text, why_text
+from paceline.errors import PacelineError
+from paceline.launch._own_coordinator import own_addresses
 from pacelinepb.status_json import detail_as_dict, job_as_dict
 from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
 
@@ -21,7 +23,16 @@ _WIDE = 200
 
 
 def show_status(coordinator: str | None, job: str | None, timeout: float, *, as_json: bool) -> None:
-    """Shows all jobs, or one with its members."""
+    """Shows all jobs, or one with its members; without a coordinator the jobs of all that this user serves."""
+    several = own_addresses() if coordinator is None and job is None else []
+    if len(several) > 1 and not as_json:
+        for address in several:
+            print(f"coordinator {address}:")
+            try:
+                show_status(address, None, timeout, as_json=False)
+            except PacelineError as error:  # it has just ended, or is frozen
+                print(error)
+        return
     address = coordinator_address(coordinator) if job is None else coordinator_of(job, coordinator, timeout)
     listed = list_all(address, timeout) if job is None else ListJobsResponse()
     jobs = list(listed.jobs)

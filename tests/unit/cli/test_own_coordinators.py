@@ -13,11 +13,12 @@ import pytest
 from paceline._base.proofs import TokenSource
 from paceline._base.terminal import UsageError
 from paceline._session.flight import flight_directory
-from paceline.cli import admin
+from paceline.cli import admin, status
 from paceline.cli.access import coordinator_address
+from paceline.errors import CoordinatorUnreachable
 from paceline.launch import _own_coordinator
 from paceline.launch._own_coordinator import own_addresses, own_credentials, own_token, published
-from pacelinepb.v1.admin_pb2 import JobSummary
+from pacelinepb.v1.admin_pb2 import JobSummary, ListJobsResponse
 
 ADDRESS, OTHER = "127.0.0.1:40001", "127.0.0.1:40002"
 
@@ -94,6 +95,23 @@ def test_coordinator_of_picks_the_coordinator_that_has_the_job(monkeypatch: pyte
             with pytest.raises(UsageError) as caught:
                 admin.coordinator_of(job, None, 1.0)
             assert str(caught.value).endswith(f"serve {ADDRESS} (jobs: a, both), {OTHER} (jobs: b, both)")
+
+
+def test_status_without_a_coordinator_shows_the_jobs_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(address: str, timeout: float) -> ListJobsResponse:
+        if address == OTHER:
+            raise CoordinatorUnreachable("it has just ended")
+        return ListJobsResponse(jobs=[JobSummary(name="digits")])
+
+    monkeypatch.setattr(status, "list_all", listed)
+    with published(ADDRESS, "one"), published(OTHER, "two"):
+        status.show_status(None, None, 1.0, as_json=False)
+    first, second = capsys.readouterr().out.split(f"coordinator {OTHER}:\n")
+    assert first.startswith(f"coordinator {ADDRESS}:\n")
+    assert "digits" in first
+    assert second == "it has just ended\n"
 
 
 def test_localhost_resolves_to_the_published_loopback_address() -> None:

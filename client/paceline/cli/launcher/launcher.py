@@ -36,6 +36,12 @@ from pacelinepb.v1.session_pb2 import ProcessIdentity
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals on which the launcher ends the workers; it passes SIGUSR2 on to them."""
 
+_LAST_S = 10.0
+"""Seconds after the last end of a worker, when it is said which ones still run: one may hang, or be stopped."""
+
+_NAMED = 3
+"""Workers that a line names; of more it says how many."""
+
 _DRAIN_S = 1.0
 """Seconds after the last worker's end in which to read on from pipes that a grandchild still holds open."""
 
@@ -104,6 +110,7 @@ class Launcher:
         self._pidfds: dict[int, int] = {}
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
+        self._remark_at: float | None = None  # when to say which workers still run
         self._schedule = SpareSchedule(spares)
         self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
@@ -262,7 +269,9 @@ class Launcher:
         next_spare = self._schedule.due_at(len(self._spares), self._restartable)
         outputs = [worker.output_due for worker in self.workers]
         deadlines = [
-            at for at in (self._supervision.deadline, self._drained_by, next_spare, *outputs) if at is not None
+            at
+            for at in (self._supervision.deadline, self._drained_by, self._remark_at, next_spare, *outputs)
+            if at is not None
         ]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         if not self._has_pidfds:
@@ -281,8 +290,23 @@ class Launcher:
             worker.show_output(now)
         self._reap()
         self._obey_signals()
+        self._remark_on_last()
         self._start_again()
         self._keep_spares()
+
+    def _remark_on_last(self) -> None:
+        """Says which workers still run, some seconds after all others have ended in good order."""
+        if self._remark_at is None or time.monotonic() < self._remark_at:
+            return
+        self._remark_at = None
+        running = [worker for worker in self.workers if worker.running]
+        if running and all(worker.running or worker.succeeded for worker in self.workers):
+            names = ", ".join(
+                f"{worker} (pid {worker.pid}{', stopped by SIGSTOP or a debugger' if worker.is_stopped else ''})"
+                for worker in running[:_NAMED]
+            )
+            more = f" and {len(running) - _NAMED} more" if len(running) > _NAMED else ""
+            self._console.say(f"all other workers have ended; waiting for {names}{more}")
 
     def _read(self, worker: Worker, stream: str) -> list[Printed]:
         parts = worker.read(stream)
@@ -310,6 +334,8 @@ class Launcher:
                 for stream, parts in last:  # its last news may name the member over which it failed
                     self._hand_on(worker, stream, parts)
                 ends[worker.end()] = worker
+        if ends:
+            self._remark_at = time.monotonic() + _LAST_S
         for end in likely_cause_first(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping or self._replica_size is not None
             told = self._say_what_is_done(end)

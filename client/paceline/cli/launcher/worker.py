@@ -180,6 +180,20 @@ class Worker:
         return self._process.returncode is None
 
     @property
+    def succeeded(self) -> bool:
+        """True once `reap` has seen it end with code 0."""
+        return self._process.returncode == 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if the process is stopped, by SIGSTOP or a debugger; False where that cannot be known."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
+
+    @property
     def alone(self) -> bool:
         """True if its script has ended without having looked for other workers."""
         return self._looked_for_none and not self._used_paceline
