@@ -1219,8 +1219,8 @@ MUTANTS = (
     Mutant(
         "what a worker prints last before it hangs is not shown",
         "client/paceline/cli/launcher/launcher.py",
-        "self._drained_by, next_spare, *outputs)",
-        "self._drained_by, next_spare)",
+        "self._remark_at, next_spare, *outputs)",
+        "self._remark_at, next_spare)",
         ("integration/test_last_lines.py",),
     ),
     # A job that hangs, and what is counted and kept of a job.
@@ -1254,7 +1254,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stall begins anew when the coordinator is restarted",
-        f"{SERVER}/tally.py",
+        f"{SERVER}/reports.py",
         "            self._pace.stood_since(event.progress.since)\n",
         "            self._pace.moved(now, is_first=False)\n",
         ("unit/server/test_stalls.py",),

@@ -38,9 +38,8 @@ from paceline_protocol.coordinator import (
 )
 from paceline_server.history import History
 from paceline_server.measures import Histogram, Rate
-from paceline_server.stalls import Pace, who_holds_up
-from pacelinepb import MOST_KINDS, MOST_LOGGED
-from pacelinepb.status_json import HEARTBEATS
+from paceline_server.reports import Reports
+from pacelinepb import MOST_KINDS
 from pacelinepb.v1.errors_pb2 import ErrorReason
 
 Use = Literal["committed", "undone", "reforming", "waiting"]
@@ -81,9 +80,6 @@ _REASON_EVERY_S = 1.0
 
 _NEWS_S = 5.0
 """Seconds for the news that the process of a lost member has ended, which its links may tell before its launcher."""
-
-_MEANS_S = 25e-6
-"""Seconds for each value, for which the means of logged values are not computed anew."""
 
 LEFT = "left the job"
 """How a member went that has not said of an error."""
@@ -133,8 +129,6 @@ class _Member:
     counters: Counters = field(default_factory=Counters)
     restored: bool = False
     """True until its first heartbeat if it has registered with an earlier coordinator."""
-    at: tuple[int, int, int] | None = None
-    """The collective, the step, and the number of all operations that its last heartbeat told of."""
 
 
 class Tally:
@@ -178,13 +172,10 @@ class Tally:
         self._undone_in = -1  # the one of these whose undone step is counted
         self._live = state.live is not None
         self._restored = state.view is not None  # what its members have done so far is not known
-        self._speed, self._operation_speed = Rate(now), Rate(now)
-        self.operations = self.total = 0
+        self._speed = Rate(now)
+        self.reports = Reports(now)
         self.checkpoint_at: float | None = None
         self.history = History()
-        self._pace = Pace(now)
-        self._logged: dict[str, Mapping[str, float]] = {}  # by member of the last view, also of those that have left
-        self._logged_anew, self._means, self._means_until = False, dict[str, float](), now
         self._reason = self._reason_told = ""
         self._reason_at = float("-inf")
 
@@ -205,40 +196,6 @@ class Tally:
     def steps_per_second(self, now: float) -> float:
         """Returns the committed steps of each of the last 10 s."""
         return self._speed.per_second(now)
-
-    def operations_per_second(self, now: float) -> float:
-        """Returns the collectives of each of the last 10 s."""
-        return self._operation_speed.per_second(now)
-
-    def logged(self, now: float) -> dict[str, float]:
-        """Returns what members have logged last, by name: the means over those that log the name.
-
-        Of many values the means may be a moment old: to compute them takes 0.5 us for each value.
-        """
-        if self._logged_anew and now >= self._means_until:
-            values: dict[str, list[float]] = {}
-            for told in self._logged.values():
-                for name, value in told.items():
-                    if name in values or len(values) < MOST_LOGGED:
-                        values.setdefault(name, []).append(value)
-            self._means = {name: sum(each) / len(each) for name, each in values.items()}
-            self._logged_anew = False
-            self._means_until = now + _MEANS_S * sum(map(len, values.values()))
-        return self._means
-
-    def stall(self, now: float, state: JobState) -> tuple[float, str] | None:
-        """Returns for how many seconds the job has hung, and for whom its members wait; None if it does not hang."""
-        view = state.live
-        if view is None or state.finished is not None:
-            return None
-        heartbeat = view.settings.failure_timeout / HEARTBEATS
-        seconds = self._pace.stands_for(now, heartbeat)
-        if seconds is None:
-            return None
-        there = [session for seat in view.seats if (session := state.sessions.get(seat.member_id)) is not None]
-        parts = {session.member_id: self.counters_of(session.member_id).part for session in there}
-        text = who_holds_up(now, there, parts, heartbeat)
-        return (seconds, text) if text else None
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -321,34 +278,19 @@ class Tally:
         self._advanced(now, event, member, before, state)
         if member.session.standing is Standing.IN_VIEW:
             more = event.counters.operations - before.operations
-            self._progressed(now, event, member, more, was_before=is_first)
+            self.reports.heard(now, event, member.session, more, was_before=is_first)
         if self.history.is_due(now):
             self._add_point(now)
         return found
 
-    def _progressed(self, now: float, event: Heard, member: _Member, operations: int, *, was_before: bool) -> None:
-        """Takes note of how far a member of the view is, which has begun so many operations since it was last heard.
-
-        `was_before` is True if this is all that an earlier coordinator has seen of it.
-        """
-        if event.counters.logged:
-            self._logged[event.member_id], self._logged_anew = event.counters.logged, True
-        self.total = event.counters.total or self.total
-        is_first = member.session.rank == 0
-        if is_first and operations > 0:
-            self.operations += operations
-            self._operation_speed.reach(now, self.operations)
-        before = member.at
-        member.at = event.progress.operation, event.progress.step, event.counters.operations
-        if was_before:
-            self._pace.stood_since(event.progress.since)
-        elif member.at != before:
-            self._pace.moved(now, is_first=is_first)
-
     def _add_point(self, now: float) -> None:
-        values: dict[str, float] = {"step": self.step, "operations": self.operations, "goodput": self.goodput(now)}
+        values: dict[str, float] = {
+            "step": self.step,
+            "operations": self.reports.operations,
+            "goodput": self.goodput(now),
+        }
         values |= {f"sent_bytes/{kind}": size for kind, size in self._sent_bytes.items()}
-        self.history.add(now, values | {f"logged/{name}": value for name, value in self.logged(now).items()})
+        self.history.add(now, values | {f"logged/{name}": value for name, value in self.reports.logged(now).items()})
 
     def _kept_by(self, now: float, member: _Member, before: Counters) -> list[Happening]:
         """Counts a checkpoint once, with the first member that has written it: each host may write one of that step."""
@@ -540,10 +482,7 @@ class Tally:
         self.generations[self._why(before, new, view)] += 1
         self._void = None
         self._signs.clear()
-        self._pace.begin(now)
-        seated = {seat.member_id for seat in view.seats}
-        self._logged = {id_: told for id_, told in self._logged.items() if id_ in seated}
-        self._logged_anew = True
+        self.reports.begin(now, {seat.member_id for seat in view.seats})
         for seat in view.seats:
             member = self._members.get(seat.member_id)
             if member is not None and member.joins:

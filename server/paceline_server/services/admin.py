@@ -262,7 +262,7 @@ class AdminHandlers(AdminServiceServicer):
         now, state = self._now(), membership.state
         concerned = state.concerned()
         tally = self._dispatcher.observatory.tally(now, state.name)
-        stall = None if tally is None else tally.stall(now, state)
+        stall = None if tally is None else tally.reports.stall(now, state)
         return pb.JobSummary(
             name=state.name,
             phase=phase_of(state),
@@ -277,7 +277,7 @@ class AdminHandlers(AdminServiceServicer):
             replica_size=concerned[0].settings.replica_size if concerned else 1,
             stalled=None if stall is None else wire.to_duration(stall[0]),
             stall="" if stall is None else stall[1],
-            total=0 if tally is None else tally.total,
+            total=0 if tally is None else tally.reports.total,
         )
 
     def _leader(self) -> pb.Leader | None:
@@ -310,9 +310,9 @@ def _totals(now: float, tally: Tally | None) -> pb.JobTotals:
         steps_per_second=tally.steps_per_second(now),
         goodput=tally.goodput(now),
         sent_bytes={kind: min(size, _MOST_SUM) for kind, size in tally.sent_bytes.items()},
-        operations=min(tally.operations, _MOST_SUM),
-        operations_per_second=tally.operations_per_second(now),
-        logged=tally.logged(now),
+        operations=min(tally.reports.operations, _MOST_SUM),
+        operations_per_second=tally.reports.operations_per_second(now),
+        logged=tally.reports.logged(now),
         checkpoint_step=tally.checkpoint_step,
         checkpoint_ago=None if tally.checkpoint_at is None else wire.to_duration(now - tally.checkpoint_at),
     )

@@ -93,7 +93,7 @@ class JobCollector:
                 least.add_metric([name], concerned[0].settings.min_workers)
                 most.add_metric([name], concerned[0].settings.max_workers)
             waiting.add_metric([name], 0.0 if since is None else self._now - since)
-            stall = tally.stall(self._now, state)
+            stall = tally.reports.stall(self._now, state)
             stalled.add_metric([name], 0.0 if stall is None else stall[0])
         yield from (phase, generation, workers, least, most, step, waiting, stalled)
 
@@ -160,8 +160,8 @@ class JobCollector:
             labels=["job", "name"],
         )
         for name, _, tally in shown:
-            operations.add_metric([name], tally.operations)
-            for what, value in tally.logged(self._now).items():
+            operations.add_metric([name], tally.reports.operations)
+            for what, value in tally.reports.logged(self._now).items():
                 logged.add_metric([name, what], value)
             steps.add_metric([name, "committed"], tally.committed)
             steps.add_metric([name, "undone"], tally.undone)

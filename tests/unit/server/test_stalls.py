@@ -35,7 +35,7 @@ def run_fast(job: WatchedJob, world: int, until: int = 20) -> None:
 
 
 def stall(job: WatchedJob) -> tuple[float, str] | None:
-    return job.tally.stall(job.now, job.state)
+    return job.tally.reports.stall(job.now, job.state)
 
 
 def sentence(job: WatchedJob) -> str:
@@ -115,7 +115,7 @@ def test_ranks_that_wait_in_a_part_of_the_group_are_named() -> None:
     assert sentence(job) == (
         "rank 0 (host-1) and rank 1 (host-2) are in all_reduce 5 of group 'split1'; rank 2 (host-3) is in none"
     )
-    assert job.tally.operations == 30
+    assert job.tally.reports.operations == 30
 
 
 def test_members_that_only_compute_do_not_stall() -> None:
@@ -177,21 +177,21 @@ def test_after_a_restart_of_the_coordinator_nothing_is_counted_twice() -> None:
         for member, operation in ((0, 1_000_000), (1, 999_999)):
             progress = Progress(operation, since, operation == 1_000_000, doing="all_reduce")
             job.do(Heard(job.members[member], progress, Counters(operations=operation)))
-    assert job.tally.operations == 0
+    assert job.tally.reports.operations == 0
     found = stall(job)
     assert found is not None
     assert found[0] == pytest.approx(3605.0)
     hear(job, {0: 1_000_002, 1: 1_000_002})
-    assert job.tally.operations == 2
+    assert job.tally.reports.operations == 2
 
 
 def test_collectives_of_rank_0_are_counted_over_generations() -> None:
     job = WatchedJob(3)
     run_fast(job, 3, 10)
-    assert job.tally.operations == 10
-    assert job.tally.operations_per_second(job.now) == pytest.approx(2.0, rel=0.2)
+    assert job.tally.reports.operations == 10
+    assert job.tally.reports.operations_per_second(job.now) == pytest.approx(2.0, rel=0.2)
     hear(job, {0: 3}, operations=13)  # the numbers begin anew, and the count of all goes on
-    assert job.tally.operations == 13
+    assert job.tally.reports.operations == 13
 
 
 def test_logged_values_are_means_over_the_members_that_log_them() -> None:
@@ -200,8 +200,8 @@ def test_logged_values_are_means_over_the_members_that_log_them() -> None:
     hear(job, {1: 1}, logged={"loss": 3.0}, total=500)
     hear(job, {2: 1})
     job.now += 1.0
-    assert job.tally.logged(job.now) == {"loss": 2.0, "lr": 0.1}
-    assert job.tally.total == 500
+    assert job.tally.reports.logged(job.now) == {"loss": 2.0, "lr": 0.1}
+    assert job.tally.reports.total == 500
     hear(job, {2: 1})
     assert job.tally.history.columns["logged/loss"][-1] == 2.0
 
@@ -213,6 +213,6 @@ def test_workers_that_wait_for_a_seat_log_nothing_for_the_job() -> None:
         job.members.append(job.join(1, 2))
         hear(job, {2 + number: 1}, logged={"loss": 1e9, f"name{number}": 1.0}, total=7)
     job.now += 1.0
-    assert job.tally.logged(job.now) == {"loss": 1.0}
-    assert job.tally.total == 0
-    assert len(job.tally._logged) == 1
+    assert job.tally.reports.logged(job.now) == {"loss": 1.0}
+    assert job.tally.reports.total == 0
+    assert len(job.tally.reports._logged) == 1

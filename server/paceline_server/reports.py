@@ -1,0 +1,95 @@
+"""What the members of a job's view say of themselves: how far they are, and what their scripts log. Pure.
+
+It is told the time. `Tally` keeps one for each job, over all views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from paceline_protocol.coordinator import Heard, JobState, Session
+from paceline_server.measures import Rate
+from paceline_server.stalls import Pace, who_holds_up
+from pacelinepb import MOST_LOGGED
+from pacelinepb.status_json import HEARTBEATS
+
+_MEANS_S = 25e-6
+"""Seconds for each value, for which the means of logged values are not computed anew."""
+
+
+class Reports:
+    """What members have told, by heartbeats.
+
+    `operations` are the collectives and messages that rank 0 has begun, and `total` is the last step that the job is to
+    take, 0 without a loop over steps.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.operations = self.total = 0
+        self._speed = Rate(now)
+        self._pace = Pace(now)
+        self._places: dict[str, tuple[int, int, int]] = {}  # collective, step and all operations, by member
+        self._parts: dict[str, str] = {}  # what members wait in within parts of the group
+        self._logged: dict[str, Mapping[str, float]] = {}  # by member of the last view, also of those that have left
+        self._logged_anew, self._means, self._means_until = False, dict[str, float](), now
+
+    def begin(self, now: float, members: Collection[str]) -> None:
+        """Begins a new view of these members."""
+        self._pace.begin(now)
+        self._places = {id_: place for id_, place in self._places.items() if id_ in members}
+        self._parts.clear()
+        self._logged = {id_: told for id_, told in self._logged.items() if id_ in members}
+        self._logged_anew = True
+
+    def heard(self, now: float, event: Heard, session: Session, operations: int, *, was_before: bool) -> None:
+        """Takes note of a heartbeat of a member of the view, which has begun so many operations since the one before.
+
+        `was_before` is True if this is all that an earlier coordinator has seen of it.
+        """
+        member_id, counters, is_first = event.member_id, event.counters, session.rank == 0
+        if counters.logged:
+            self._logged[member_id], self._logged_anew = counters.logged, True
+        self.total = counters.total or self.total
+        self._parts[member_id] = counters.part
+        if is_first and operations > 0:
+            self.operations += operations
+            self._speed.reach(now, self.operations)
+        before = self._places.get(member_id)
+        place = self._places[member_id] = event.progress.operation, event.progress.step, counters.operations
+        if was_before:
+            self._pace.stood_since(event.progress.since)
+        elif place != before:
+            self._pace.moved(now, is_first=is_first)
+
+    def operations_per_second(self, now: float) -> float:
+        """Returns the operations of each of the last 10 s."""
+        return self._speed.per_second(now)
+
+    def logged(self, now: float) -> dict[str, float]:
+        """Returns what members have logged last, by name: the means over those that log the name.
+
+        Of many values the means may be a moment old: to compute them takes 0.5 us for each value.
+        """
+        if self._logged_anew and now >= self._means_until:
+            values: dict[str, list[float]] = {}
+            for told in self._logged.values():
+                for name, value in told.items():
+                    if name in values or len(values) < MOST_LOGGED:
+                        values.setdefault(name, []).append(value)
+            self._means = {name: sum(each) / len(each) for name, each in values.items()}
+            self._logged_anew = False
+            self._means_until = now + _MEANS_S * sum(map(len, values.values()))
+        return self._means
+
+    def stall(self, now: float, state: JobState) -> tuple[float, str] | None:
+        """Returns for how many seconds the job has hung, and for whom its members wait; None if it does not hang."""
+        view = state.live
+        if view is None or state.finished is not None:
+            return None
+        heartbeat = view.settings.failure_timeout / HEARTBEATS
+        seconds = self._pace.stands_for(now, heartbeat)
+        if seconds is None:
+            return None
+        there = [session for seat in view.seats if (session := state.sessions.get(seat.member_id)) is not None]
+        text = who_holds_up(now, there, self._parts, heartbeat)
+        return (seconds, text) if text else None
