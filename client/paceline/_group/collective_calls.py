@@ -81,7 +81,7 @@ class Collectives(ObjectCollectives):
         """Combines the arrays of all ranks element by element; every rank gets the result.
 
         Args:
-            x: this rank's array, any shape; dtype and shape must agree.
+            x: this rank's array of any shape, or a tensor on the CPU; dtype and shape must agree.
             op: sum, mean (or avg), prod, min, max, band, bor or bxor.
             order: "fastest", "rank" or "tree".
             out: receives the result; may be `x`.
@@ -94,7 +94,7 @@ class Collectives(ObjectCollectives):
             async_op: return a `Work`.
 
         Returns:
-            An array of the shape and dtype of `x`, in native byte order.
+            A NumPy array of the shape and dtype of `x`, in native byte order; also for a tensor.
 
         Raises:
             UnsupportedOp: the op is not defined for the dtype, or the dtype cannot be sent.
