@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -73,7 +74,7 @@ def lines_of(run: Command, address: str, rank: int, last: str) -> list[str]:
 @pytest.mark.parametrize("program", ["script", "-- PROGRAM"])
 def test_a_live_worker_answers_with_its_last_lines(program: str, tmp_path: Path, address: str) -> None:
     go, script = tmp_path / "go", write(tmp_path, SPEAKS)
-    whole = [script] if program == "script" else ["--no-python", "sh", "-c", f'python {script} "$0"; exit $?']
+    whole = [script] if program == "script" else ["--no-python", "sh", "-c", f'{sys.executable} {script} "$0"; exit $?']
     with launch(address, "-n", "2", *whole, str(go)) as run:
         run.wait_for("joined", 2)
         for rank in (0, 1):

@@ -364,6 +364,12 @@ class Group:
     def progress(self) -> Progress:
         return Progress(self._number, self._since, self.running is not None)
 
+    def doing(self, operation: int) -> str:
+        return "operation"
+
+    def waits_in_part(self) -> str:
+        return ""
+
     # Collectives.
 
     def all_reduce(
