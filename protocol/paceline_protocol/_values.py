@@ -252,7 +252,7 @@ class Counters:
     operations: int = 0
     """Collectives and messages that it has begun, also in parts of its group."""
     part: str = ""
-    """What it waits in now in a part of its group, as text for people; empty if it waits in none."""
+    """The operation of a part of its group in which it waits now, as text for people; empty if it waits in none."""
 
 
 @dataclass(frozen=True, slots=True)

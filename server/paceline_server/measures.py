@@ -1,4 +1,4 @@
-"""What is measured of a job: how long something takes, and how often it happens. Pure: they are told the time."""
+"""Measures of a job: how long something takes, and how often it happens. Pure: they are told the time."""
 
 from __future__ import annotations
 

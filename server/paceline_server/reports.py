@@ -1,4 +1,4 @@
-"""What the members of a job's view say of themselves: how far they are, and what their scripts log. Pure.
+"""Reports of a job's members: how far they are, and what their scripts log. Pure.
 
 It is told the time. `Tally` keeps one for each job, over all views.
 """
@@ -18,7 +18,7 @@ _MEANS_S = 25e-6
 
 
 class Reports:
-    """What members have told, by heartbeats.
+    """The reports of members, by heartbeats.
 
     `operations` are the collectives and messages that rank 0 has begun, and `total` is the last step that the job is to
     take, 0 without a loop over steps.

@@ -33,7 +33,7 @@ _NAMED = 2
 
 
 class Pace:
-    """When the members of a view got further last, and how long they usually take, over all views."""
+    """The time at which members of a view last got further, and how long they usually take, over all views."""
 
     def __init__(self, now: float) -> None:
         self._moved_at = self._first_moved_at = self._usual_at = now

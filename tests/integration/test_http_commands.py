@@ -185,7 +185,7 @@ with paceline.join() as session:
 
 
 @pytest.mark.parametrize("kind", ["steps", "collectives"])
-def test_who_watches_a_run_sees_its_end(kind: str, tmp_path: Path) -> None:
+def test_a_viewer_of_a_run_sees_its_end(kind: str, tmp_path: Path) -> None:
     """The workers end at once, long before the next message of the stream is due."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)

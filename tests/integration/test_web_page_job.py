@@ -286,7 +286,7 @@ def test_rates_begin_anew_when_a_count_falls() -> None:
     run(main)
 
 
-def test_columns_that_nobody_knows_are_hidden() -> None:
+def test_columns_without_values_are_hidden() -> None:
     async def main() -> None:
         job = new_job(workers=2)
         async with page_server(job) as server, browser() as chromium:
@@ -306,7 +306,7 @@ def test_columns_that_nobody_knows_are_hidden() -> None:
     run(main)
 
 
-def test_tiles_say_how_far_the_job_is_and_what_is_saved() -> None:
+def test_tiles_show_progress_and_the_last_checkpoint() -> None:
     async def main() -> None:
         job = new_job(total=1000)
         totals = job.summary.totals

@@ -3,7 +3,7 @@
 A worker's streams are pipes to its launcher, which alone knows what went through them, also from code in C. The file
 has no name: the worker inherits its descriptor. So it can tell an operator its last lines itself.
 
-The file has two places, which the launcher fills in turn, each time by one write. Who reads takes the newer one whose
+The file has two places, which the launcher fills in turn, each time by one write. A reader takes the newer one whose
 checksum is right, so neither ever waits for the other, and a launcher that dies at a write leaves the text before.
 """
 

@@ -1,4 +1,4 @@
-"""What members answer to an operator's questions, read and put together, for the commands and the page alike.
+"""Reads members' answers to an operator's questions and puts them together, for the commands and the page alike.
 
 Pure, but for apart.py, whose `main` is a process.
 

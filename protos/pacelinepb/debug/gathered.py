@@ -1,4 +1,4 @@
-"""What a job's members have answered about their flight records, put together, and drawn as a trace. Pure."""
+"""Puts the answers of a job's members about their flight records together, and draws them as a trace. Pure."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class AdminHandlers(AdminServiceServicer):
     async def _answer(self, key: str, count: int, write: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Writes an answer with so many members or jobs, or gives the long one that others have just been given.
 
-        Who asks while the coordinator stops wants to know how it has all ended.
+        A caller that asks while the coordinator stops wants to know how the job has ended.
         """
         if self._dispatcher.draining:
             return await write()

@@ -38,7 +38,7 @@ from pacelinepb.v1 import admin_pb2 as pb
 from pacelinepb.v1 import session_pb2
 
 OWN_HEADER = "X-Paceline"
-"""The page sends it with each request, whatever its value; who asks with another program adds it."""
+"""The page sends it with each request, whatever its value; users of other programs add it."""
 
 _OWN_SITE = (None, "same-origin", "none")
 """Values of Sec-Fetch-Site for requests of the page itself, of the address bar, and of programs other than browsers."""

@@ -44,7 +44,7 @@ def test_real_clocks_are_used_unless_told_otherwise() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
-def test_memory_grows_with_what_is_held() -> None:
+def test_memory_grows_with_an_allocation() -> None:
     before = ProcessUsage.memory()
     held = b"x" * (64 << 20)
     assert ProcessUsage.memory() - before > len(held) // 2

@@ -28,7 +28,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
 _ORDERS = re.compile(r"(?!\x1b\[[0-9;:]*m)" + ESCAPES)
-"""What a terminal obeys, but for the choice of a colour: sequences that move the cursor into others' lines, set the
+"""Sequences that a terminal obeys, except for colours: those that move the cursor into others' lines, set the
 window's title, write to the clipboard or reset the terminal."""
 
 _STATE_S = 10.0
