@@ -104,7 +104,7 @@ def _holds_up(now: float, members: Sequence[Session], patience: float) -> tuple[
 
 
 def _in_parts(members: Sequence[Session], parts: Mapping[str, str]) -> str:
-    """Says who waits in parts of the group, whose members are not known here, and who does not."""
+    """Names the members that wait in parts of the group, and the others; which members a part has is not known here."""
     inside = [session for session in members if parts.get(session.member_id)]
     others = [session for session in members if not parts.get(session.member_id)]
     if not inside:

@@ -67,7 +67,7 @@ def test_the_page_shows_a_kill_a_newcomer_and_a_drain(train: str) -> None:
             page = await chromium.page(f"{url}#token={TOKEN}")
             await page.until(f"{trains} && Number({rows}[1].querySelector('.step').textContent) > 3")
             assert await page.text("#name") == JOB
-            await page.click("th.rank button")  # the rows stay in this order, whoever lags
+            await page.click("th.rank button")  # the rows stay in this order, whichever rank lags
             attempt = "(() => { try { document.body.innerHTML = '<b>' } catch (error) { return error.name } })()"
             assert await page.run(attempt) == "TypeError"  # the browser itself refuses markup from scripts
             generation = int(await page.text("#generations li .number"))

@@ -1,4 +1,4 @@
-"""What tests look for on the page."""
+"""Scripts by which tests look at the page."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ RANKS = f"[...{ROWS}].filter((row) => !row.hidden).map((row) => Number(row.cells
 HEADS = """
 [...document.querySelectorAll("#workers th")].filter((head) => head.checkVisibility()).map((head) => head.innerText)
 """
-"""What the table's columns are called."""
+"""The heads of the table's columns."""
 
 TILES = """
 Object.fromEntries(
   [...document.querySelectorAll("#tiles div")].map((one) => [...one.children].map((part) => part.textContent)))
 """
-"""What the tiles say, by what they are called."""
+"""The texts of the tiles, by name."""
 
 FIGURES = "[...document.querySelectorAll('#plots figcaption')].map((caption) => caption.firstChild.data)"
 """The titles of the plots."""

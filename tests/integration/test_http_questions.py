@@ -462,7 +462,7 @@ def test_a_stream_ends_when_its_token_gets_another_role(tokens: Path, monkeypatc
     run(main)
 
 
-def test_a_stopping_coordinator_sends_a_last_whole_message() -> None:
+def test_a_stopping_coordinator_sends_a_complete_last_message() -> None:
     async def main() -> None:
         async with site() as there:
             await there.begin()

@@ -51,7 +51,7 @@ def address() -> Iterator[str]:
 
 
 def ask(address: str, job: str = "digits") -> dict[str, Any]:
-    """What `paceline debug output` says of a job."""
+    """The answer of `paceline debug output` about a job."""
     with command("debug", "output", "--json", "--coordinator", address, job) as ended:
         assert ended.wait() == 0, str(ended)
         found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -63,7 +63,7 @@ def launch(address: str, *arguments: str) -> AbstractContextManager[Command]:
 
 
 def lines_of(run: Command, address: str, rank: int, last: str) -> list[str]:
-    """What a live worker has printed, once its last line is this one."""
+    """The lines of a live worker, once this is the last one."""
     lines: list[str] = []
     while lines[-1:] != [last]:
         assert run.process.poll() is None, str(run)

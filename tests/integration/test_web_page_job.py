@@ -13,7 +13,7 @@ from support.coordinator import run
 pytestmark = pytest.mark.needs(what="browser")
 
 
-def test_a_stalled_job_says_first_who_holds_it_up() -> None:
+def test_a_stalled_job_names_the_late_rank_first() -> None:
     async def main() -> None:
         job = new_job(stalled=5.2, stall="rank 1 (host-b) has not entered all_reduce 200")
         sentence = "stalled for 5 s: rank 1 (host-b) has not entered all_reduce 200"

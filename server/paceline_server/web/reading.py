@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pacelinepb.debug.apart import main; main()"
 
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""What the process gets of the environment: what an interpreter may need to begin. No token is among them."""
+"""Variables that the process inherits: those that an interpreter may need to start. No token is among them."""
 
 
 class Reader:

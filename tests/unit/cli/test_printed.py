@@ -32,7 +32,7 @@ def test_finish_returns_a_last_line_without_a_newline() -> None:
     assert lines.finish() == []
 
 
-def test_what_is_to_be_seen_of_a_line_that_has_not_ended() -> None:
+def test_the_visible_text_of_an_unfinished_line() -> None:
     lines = LineSplitter()
     for data, seen in (
         (b"", b""),

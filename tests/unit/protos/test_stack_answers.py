@@ -1,4 +1,4 @@
-"""What a member says of its stacks is checked before anybody sees it."""
+"""A member's answer about its stacks is checked before it is shown."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class LineSplitter:
 
     @property
     def unended(self) -> bytes:
-        """What is to be seen of the line that has not ended, below the outer bar if there is one."""
+        """The visible text of the line that has not ended, below the outer bar if there is one."""
         state = present_state(self._partial) if self._state is None else self._state
         return b"\n".join(row for row in (self._outer, state) if row and row.strip())
 
