@@ -79,6 +79,16 @@ def test_a_job_without_workers_says_how_it_came_to_that(kind: str, text: str, he
     run(main)
 
 
+_NETWORK_COMES_BACK_DURING_A_REQUEST = """(() => {
+    const ask = window.fetch;
+    window.fetch = (...what) => {
+        window.fetch = ask;
+        dispatchEvent(new Event("online"));
+        return ask(...what);
+    };
+})()"""
+
+
 def test_a_finished_job_stays_shown_when_its_coordinator_ends() -> None:
     async def main() -> None:
         job = new_job()
@@ -102,6 +112,10 @@ def test_a_finished_job_stays_shown_when_its_coordinator_ends() -> None:
             })()""")
             for _ in range(3):  # it asks again, which is seldom by itself, and finds nobody
                 await page.run("dispatchEvent(new Event('online'))")
+                await server.refusals.acquire()
+            await page.run(_NETWORK_COMES_BACK_DURING_A_REQUEST)
+            await page.run("dispatchEvent(new Event('online'))")
+            for _ in range(2):
                 await server.refusals.acquire()
             assert await page.run("said") == []
 

@@ -33,8 +33,13 @@ export class Refused extends Error {
   }
 }
 
-export const pause = (ms) =>
+let returns = 0; // how often the network has come back
+addEventListener("online", () => (returns += 1));
+
+/** Waits, but not once the network has come back; it may have done so since it had come back `seen` times. */
+export const pause = (ms, seen = returns) =>
   new Promise((resolve) => {
+    if (returns > seen) return resolve();
     const over = new AbortController();
     const end = () => (over.abort(), resolve());
     setTimeout(end, ms);
@@ -89,6 +94,7 @@ export async function follow(path, { take, began = () => {}, done }) {
   let lostAt = null;
   let failures = 0;
   for (;;) {
+    const seen = returns; // a request that began without a network is made again at once
     const stop = new AbortController();
     let watch = null;
     let begun = false;
@@ -117,7 +123,7 @@ export async function follow(path, { take, began = () => {}, done }) {
     if (done(forgotten)) connection("calm", done(forgotten));
     else connection("bad", `${why}; trying again for ${lasted((Date.now() - lostAt) / 1000)}`);
     const soon = done(forgotten) ? DONE_RETRY_MS : RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
-    await pause(Math.max(1000 * waitS, soon));
+    await pause(Math.max(1000 * waitS, soon), seen);
   }
 }
 
