@@ -1219,9 +1219,24 @@ MUTANTS = (
     Mutant(
         "what a worker prints last before it hangs is not shown",
         "client/paceline/cli/launcher/launcher.py",
-        "self._remark_at, next_spare, *outputs)",
-        "self._remark_at, next_spare)",
+        "next_spare, *remarks, *outputs)",
+        "next_spare, *remarks)",
         ("integration/test_last_lines.py",),
+    ),
+    # A worker that hangs or is frozen, and without which the job goes on.
+    Mutant(
+        "a worker that waits to be taken in again counts as hung",
+        "client/paceline/cli/launcher/worker.py",
+        " and out and not self._waits",
+        " and out",
+        ("unit/cli/test_left_behind.py",),
+    ),
+    Mutant(
+        "a restart is made though the job is done",
+        "client/paceline/launch/_supervision.py",
+        "        if self._job_is_done:\n            self._lose_pending()",
+        "        pass",
+        ("unit/launch/test_supervision_elastic.py",),
     ),
     # A job that hangs, and what is counted and kept of a job.
     Mutant(

@@ -87,7 +87,7 @@ def convene(state: JobState) -> Meeting:
     present = state.present()
     late = [session for session in present if not session.has_met]
     if late:
-        wording = f"generation {view.generation} is over; waiting for {{}} to stop"
+        wording = f"generation {view.generation} has ended; waiting for {{}} to leave the step"
         return Meeting(wording.format(names(view, late)), wording=wording, late=tuple(late))
     leading = [session for session in present if _leads(view, session)]
     leaders = of_one_mind(leading)

@@ -97,7 +97,7 @@ assert abs(found[0] - alone[0]) < 1e-5, (alone, found)
 assert used < 0.8, f"the launcher took {used} s of CPU"
 """
     done = run(code, tmp_path)
-    assert re.search(r"paceline: rank 0 \(pid \d+\) was killed by SIGKILL; the others go on\n", done.stderr)
+    assert re.search(r"paceline: rank 0 \(pid \d+\) was killed by SIGKILL; 2 of 3 workers are left\n", done.stderr)
     assert "[0] step 40 of 2" in done.stdout
 
 
@@ -115,7 +115,7 @@ found = paceline.run(train, die, 10**6, n=3, min=2, restarts=1)
 assert set(found) == {0, 1, 2}, found
 assert len(set(found.values())) == 1, found
 """
-    assert "as a new worker in 0.1 s, 1 of 1" in run(code, tmp_path).stderr
+    assert "as a new worker in 0.1 s (its only restart)" in run(code, tmp_path).stderr
 
 
 def test_an_error_names_the_rank_and_the_line_of_the_function(tmp_path: Path) -> None:

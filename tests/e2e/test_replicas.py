@@ -121,7 +121,7 @@ def test_a_killed_rank_takes_its_replica_which_starts_again_with_a_new_port(fold
     assert old != new
     assert run.complaints == (
         f"paceline: restarting replica #1 (rank 0, pid {before[3][0]} was killed by SIGKILL) "
-        "as a whole in 0.1 s, 1 of 2\n"
+        "as a whole in 0.1 s (1 of its 2 restarts)\n"
     )
     wait_until_gone([pid for pid, _ in said])
 
@@ -155,11 +155,13 @@ def test_a_replica_that_cannot_be_restarted_any_more_is_lost_and_the_others_go_o
         all_are_there("lost", 1, counts=False)
     """
     with command("run", "-n", "4", "--replica-size", "2", "--min", "1", *NOWHERE, *write(folder, code)) as run:
-        run.wait_for("the others go on")
+        run.wait_for("is left")
         (folder / "lost-2").touch()
         assert run.wait() == 0, str(run)
     lost, through = run.complaints.splitlines()
-    assert re.fullmatch(r"paceline: rank 0 of replica #1 \(pid \d+\) ended with exit code 9; the others go on", lost)
+    assert re.fullmatch(
+        r"paceline: rank 0 of replica #1 \(pid \d+\) ended with exit code 9; 1 of 2 replicas here is left", lost
+    )
     assert re.fullmatch(
         r"paceline: the others finished the job without replica #1 \(rank 0, pid \d+ ended with exit code 9\)", through
     )
@@ -259,6 +261,8 @@ def test_a_rank_that_cannot_be_started_fails_its_replica_again(folder: Path, mon
         assert launcher.run() == 0
     assert started == [0, 1, 0, 1, 0, 1]
     first, scarce, again, *_ = err.getvalue().splitlines()
-    assert re.search(r"restarting replica #0 \(rank 1, pid \d+ ended with exit code 3\) as a whole .* 1 of 2", first)
+    assert re.search(
+        r"restarting replica #0 \(rank 1, pid \d+ ended with exit code 3\) as a whole .* \(1 of its 2 restarts\)", first
+    )
     assert scarce == "paceline: cannot start a worker in place of rank 0 of replica #0: Cannot allocate memory"
-    assert again.endswith("as a whole in 0.2 s, 2 of 2")
+    assert again.endswith("as a whole in 0.2 s (2 of its 2 restarts)")

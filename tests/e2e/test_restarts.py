@@ -120,8 +120,10 @@ def test_a_worker_that_fails_twice_is_started_three_times(folder: str, tmp_path:
         assert run.wait() == 0, str(run)
     first, second, third = pids(run)
     assert run.stderr.splitlines() == [
-        f"paceline: restarting worker #0 (pid {first} ended with exit code 3) as a new worker in 0.1 s, 1 of 3",
-        f"paceline: restarting worker #0 (pid {second} ended with exit code 3) as a new worker in 0.2 s, 2 of 3",
+        f"paceline: restarting worker #0 (pid {first} ended with exit code 3) as a new worker in 0.1 s "
+        "(1 of its 3 restarts)",
+        f"paceline: restarting worker #0 (pid {second} ended with exit code 3) as a new worker in 0.2 s "
+        "(2 of its 3 restarts)",
     ]
     log = (logs / "worker-0.log").read_text().splitlines()
     assert [line for line in log if line.startswith("# pid")] == [f"# pid {pid}" for pid in (first, second, third)]
@@ -154,7 +156,7 @@ def test_the_others_finish_the_job_without_a_lost_worker(folder: str) -> None:
     with command("run", "-n", "3", "--min", "1", *NOWHERE, write(folder, SURVIVED), folder) as run:
         assert run.wait() == 0, str(run)
     lost, through = run.stderr.splitlines()
-    assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL; the others go on", lost)
+    assert re.fullmatch(r"paceline: worker #\d \(pid \d+\) was killed by SIGKILL; 2 of 3 workers here are left", lost)
     assert re.fullmatch(
         r"paceline: the others finished the job without worker #\d \(pid \d+ was killed by SIGKILL\)", through
     )
@@ -189,7 +191,7 @@ def test_workers_are_stopped_when_too_few_can_ever_remain(folder: str) -> None:
     with command(*arguments, PACELINE_FAILURE_TIMEOUT="0.01") as run:
         assert run.wait() == 9, str(run)
     again, used_up, stopping = run.stderr.splitlines()
-    assert again.endswith("as a new worker in 0.1 s, 1 of 1")
+    assert again.endswith("as a new worker in 0.1 s (its only restart)")
     assert used_up.endswith("its only restart is used up; the job needs 2 workers and cannot get them any more")
     assert re.fullmatch(r"paceline: stopping worker #\d, still running after the first failure", stopping)
 
@@ -218,7 +220,7 @@ def test_ctrl_c_while_a_restart_is_pending_ends_the_launcher(folder: str) -> Non
         os._exit(3)
     """
     with command("run", "-n", "1", "--restarts", "9", write(folder, code), folder) as run:
-        run.wait_for("in 1.6 s, 5 of 9")
+        run.wait_for("in 1.6 s (5 of its 9 restarts)")
         run.signal(signal.SIGINT)
         assert run.wait() == 130, str(run)
     assert run.stderr.count("restarting rank 0") == 5
@@ -252,7 +254,8 @@ def test_a_killed_member_and_its_failed_peer_meet_again(folder: str) -> None:
         assert found is not None
         os.kill(int(found[1]), signal.SIGKILL)
         assert run.wait() == 0, str(run)
-    again = f"paceline: restarting rank 1 (pid {found[1]} was killed by SIGKILL) as a new worker in 0.1 s, 1 of 2"
+    killed = f"rank 1 (pid {found[1]} was killed by SIGKILL)"
+    again = f"paceline: restarting {killed} as a new worker in 0.1 s (1 of its 2 restarts)"
     assert again in run.stderr.splitlines(), str(run)
     assert len(re.findall(r"in generation 2 rank \d pid \d+ sum 3", run.stdout)) == 2, str(run)
 

@@ -44,4 +44,4 @@ def test_other_workers_go_on_if_one_loses_its_device_or_runs_out_of_memory(
     ended, complaints = train(how, tmp_path / "struck", "-n", "3", "--min", "2")
     assert ended == [("2", expected)] * 2, complaints
     assert re.search(error, complaints), complaints
-    assert "ended with exit code 1; the others go on" in complaints
+    assert "ended with exit code 1; 2 of 3 workers are left" in complaints

@@ -241,7 +241,7 @@ def run_steps(loop: TrainingLoop, state: StateCore) -> Iterator[Step]:
             while True:
                 loop.wait_until_ready()
                 if loop.done:
-                    loop.tell_launcher(unfinished=False)
+                    loop.end_in_order()
                     return
                 if state.step >= loop.last:
                     loop.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from paceline._elastic.differences import difference, partial_digest
 from paceline._elastic.gate import BETWEEN_STEPS, PendingStepWord, acting_alone
 from paceline._elastic.guard import StateGuard
 from paceline._elastic.job_line import JobLine
+from paceline._elastic.launcher_news import tell_new_ranks, tell_of_loop
 from paceline._elastic.pace import Pace
 from paceline._elastic.peer_calls import Holder
 from paceline._elastic.recovery import StateRecovery
@@ -36,7 +36,7 @@ from paceline._links.base import Mesh, Peer
 from paceline._links.fault import Suspicion
 from paceline._microbatch.kept_sums import KeptSums
 from paceline._session.inbox import InboxMessage, LineMembers, ReachResult, SessionOver, SessionReplaced, ViewLinked
-from paceline._session.launcher_pipe import tell_launcher, tell_once
+from paceline._session.launcher_pipe import tell_once
 from paceline.errors import (
     CheckpointFailed,
     Dismissed,
@@ -265,7 +265,6 @@ class TrainingLoop:
             self._failed(step.cause, meet=not over)
         elif step._gate.flags & StepFlag.STOP and not over:
             self.last = step.number
-            tell_once(_log, f"job {self._job_line.job!r} stops after step {step.number} of {self._total}, as asked")
         elif step._gate.flags & (StepFlag.JOIN | StepFlag.LEAVE) and not over:
             self._meeting_wait.planned = True
             self._member.leaving = self._pace.leaves(step) or bool(self._job_line.inbox.draining)
@@ -305,6 +304,13 @@ class TrainingLoop:
             f"({self.broken_off}), and others did not: session.stop() ends it on all ranks"
         )
 
+    def end_in_order(self) -> None:
+        """Says that all steps are taken, or that the job was stopped before."""
+        if self._state.step < self._total:
+            where = f"step {self._state.step} of {self._total}"
+            tell_once(_log, f"job {self._job_line.job!r} has stopped after {where}, as asked")
+        self.tell_launcher(unfinished=False)
+
     def stop(self) -> None:
         """Asks all members to end the loop after the next step."""
         self._stops = True
@@ -341,9 +347,9 @@ class TrainingLoop:
         self._job_line.inbox.draining = reason
 
     def tell_launcher(self, *, unfinished: bool) -> None:
-        """Tells the launcher whether this worker has steps to take: then its end is a loss, even with exit code 0."""
+        """Notes whether this worker has steps to take, and tells the launcher."""
         self.unfinished = unfinished
-        tell_launcher("loop", {"unfinished": unfinished, "pid": os.getpid()}, wait_s=0.0 if unfinished else 1.0)
+        tell_of_loop(unfinished=unfinished, done=self.done)
 
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
@@ -448,6 +454,9 @@ class TrainingLoop:
         if mesh is None:
             self._send_meet(self._member.meet())
             return
+        if view.rank not in newcomers:
+            noun = "rank" if self.mates.size == 1 else "replica"
+            tell_new_ranks(view.generation, self._job_line.group._core.mesh.peers, mesh.peers, noun)
         self._job_line.move(mesh)
         self._recovery.learn([Holder(peer, (WHOLE,)) for peer in mesh.peers if peer.rank not in newcomers])
         self._meeting_wait.view_came()
@@ -542,6 +551,8 @@ class TrainingLoop:
 
     def _become_candidate(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
+        # Else the launcher, which knows of newer generations from others, would take this worker for one that hangs.
+        tell_of_loop(unfinished=self.unfinished, waits=True)
         self.mates.cast_out()  # all mates become candidates
         meet = self._member.cast_out()
         if meet.unproven:
@@ -579,6 +590,10 @@ class TrainingLoop:
     def _dismissed(self, step: int) -> Dismissed:
         """Returns the end of a worker that comes when the job is done, and says so: its exit code is 0."""
         job, latest = self._job_line.job, self._saver.latest()
+        if self._job_line.group._core.mesh.peers:  # it had a rank once
+            text = f"job {job!r} is done (step {step}): the others have finished it without this worker"
+            tell_once(_log, text)
+            return Dismissed(text)
         text = f"job {job!r} is done (step {step}); `paceline restart {job}` starts it anew"
         if latest > Tag(0, 0):  # which may be the last one: then there is nothing to train
             text = f"{text}, from step {latest.step} of checkpoint {self._saver.where(latest)}"

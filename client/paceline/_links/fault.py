@@ -123,8 +123,9 @@ class Fault:
         another one broke the protocol, reports that all the same: the word of one witness proves nothing.
         """
         if self.account and suspicion.reason == ErrorReason.ERROR_REASON_COLLECTIVE_MISMATCH:
-            text = f"{self.account}; {suspicion.text}"[:MAX_TEXT]
-            suspicion = Suspicion(ErrorReason.ERROR_REASON_STEP_DIFFERS, None, suspicion.operation, text)
+            # The two calls are Paceline's own, and say nothing to the user.
+            differs = ErrorReason.ERROR_REASON_STEP_DIFFERS
+            suspicion = Suspicion(differs, None, suspicion.operation, self.account[:MAX_TEXT])
         with self._lock:
             first, own = not self.failed, not suspicion.relayed
             broke = suspicion.reason == ErrorReason.ERROR_REASON_PEER_BROKE_PROTOCOL

@@ -46,15 +46,15 @@ class ReplicaSupervision(Supervision):
 
     def restartable(self, running: Collection[int]) -> int:
         """Returns how many replicas may be restarted, now or later."""
-        return super().restartable({slot // self._size for slot in running})
+        return super().restartable({self._unit(slot) for slot in running})
 
     def began(self, slot: int, now: float) -> None:
         """Records that a rank was started."""
-        super().began(slot // self._size, now)
+        super().began(self._unit(slot), now)
 
     def ended(self, end: Exit, now: float) -> str:
         """Decides what to do about a rank that has ended; the sentence comes with the last rank of its replica."""
-        replica = end.slot // self._size
+        replica = self._unit(end.slot)
         whole = self._all_gone(replica)
         leaving = self.interrupted or self.stopping
         if leaving and replica not in self._failures:
@@ -93,6 +93,9 @@ class ReplicaSupervision(Supervision):
         if gone < self._size:
             self._gone[replica] = gone
         return gone == self._size
+
+    def _unit(self, slot: int) -> int:
+        return slot // self._size
 
     def _slots_of(self, replica: int) -> range:
         return range(replica * self._size, (replica + 1) * self._size)

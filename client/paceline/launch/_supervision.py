@@ -163,7 +163,8 @@ class Restarts:
             slot.delay = _FIRST_DELAY_S
         slot.used += 1
         delay, slot.delay = slot.delay, min(2 * slot.delay, _LONGEST_DELAY_S)
-        text = f"restarting {end._named} {end._again} in {delay:g} s, {slot.used} of {self._limit}"
+        count = "its only restart" if self._limit == 1 else f"{slot.used} of its {self._limit} restarts"
+        text = f"restarting {end._named} {end._again} in {delay:g} s ({count})"
         return Restart(text, now + delay)
 
 
@@ -199,8 +200,8 @@ class Supervision:
     In an elastic job, a worker that fails is restarted (`Restarts`), or is lost and the others go on. When so many are
     lost that the job can never reach its minimum again, the others are stopped as above. Workers that ended with 0
     count as present, since they have done their part, and the others must be able to finish theirs; but one that ended
-    with 0 in the middle of its steps is lost too. After an interrupt no worker is restarted, and the workers have
-    `DRAIN_S` to leave in good order, or the time that came with the order.
+    with 0 in the middle of its steps is lost too. No worker is restarted once the job is done. After an interrupt none
+    is either, and the workers have `DRAIN_S` to leave in good order, or the time that came with the order.
 
     The exit code:
 
@@ -226,6 +227,8 @@ class Supervision:
         self._terms = terms or Terms()
         self._restarts = Restarts(self._terms.restarts)
         self._due: dict[int, tuple[float, Exit]] = {}  # pending restarts by slot: when, and after which failure
+        self._job_is_done = False
+        self._hung: set[int] = set()
         self._lost: dict[int, Exit] = {}
         self._unforgiven: list[Exit] = []
         self._interrupt: signal.Signals | None = None
@@ -262,9 +265,19 @@ class Supervision:
         Args:
             running: the slots of the workers that run.
         """
-        if self.stopping or self.interrupted or self._stop_at is not None:
+        if not self._restarts_workers:
             return 0
         return len(self._due) + sum(self._restarts.left(slot) > 0 for slot in running)
+
+    def ends_hung(self, slot: int) -> bool:
+        """Whether to kill a worker that hangs: a new one may start in its place, or the job is done without it."""
+        if self._job_is_done:
+            return not self.interrupted
+        return self._terms.elastic and self._restarts_workers and self._restarts.left(self._unit(slot)) > 0
+
+    def killed_hung(self, slot: int) -> None:
+        """Records that a worker was killed because it hung: that is no failure if the job is done without it."""
+        self._hung.add(self._unit(slot))
 
     @property
     def deadline(self) -> float | None:
@@ -304,6 +317,12 @@ class Supervision:
         """Records that a worker was started."""
         self._restarts.began(slot, now)
 
+    def job_done(self, done: bool) -> None:
+        """Records whether the job is done, as workers say at the end of their steps: then none is restarted."""
+        self._job_is_done = done and self._terms.elastic
+        if self._job_is_done:
+            self._lose_pending()
+
     def ended(self, end: Exit, now: float) -> str:
         """Decides what to do about a worker that has ended.
 
@@ -326,6 +345,12 @@ class Supervision:
         if not self._terms.elastic:
             self._lose(end, now)
             return ""
+        hung = end.slot in self._hung
+        self._hung.discard(end.slot)
+        if self._job_is_done:
+            if not hung:
+                self._record_loss(end)
+            return str(end)
         restart = self._restarts.failed(end, now)
         if restart.at is not None and self._stop_at is None:
             self._due[end.slot] = restart.at, end
@@ -385,17 +410,36 @@ class Supervision:
 
     def _lose(self, end: Exit, now: float) -> str:
         """Records a failure that is not followed by a restart; returns its effect on the others, to end a sentence."""
-        self._lost[end.slot] = end
-        self._unforgiven.append(end)
+        self._record_loss(end)
         left = self._terms.workers - len(self._lost)
         if self._terms.elastic and (left >= self._terms.minimum or not self._terms.alone):
-            return "; the others go on" if left else ""
+            here = "" if self._terms.alone else " here"
+            return (
+                f"; {left} of {self._terms.workers} {self._members}{here} {'is' if left == 1 else 'are'} left"
+                if left
+                else ""
+            )
         if self._stop_at is not None:
             return ""
         self._stop_at = now + self._grace
-        # No worker is restarted in a job that cannot go on, so those whose restart was pending are lost too.
-        for slot, (_, failed) in self._due.items():
-            self._lost[slot] = failed
-            self._unforgiven.append(failed)
-        self._due.clear()
+        self._lose_pending()
         return f"; the job needs {self._terms.minimum} {self._members} and cannot get them any more" if left else ""
+
+    def _lose_pending(self) -> None:
+        """Loses workers whose restart is pending, because no worker is restarted any more."""
+        for _, failed in self._due.values():
+            self._record_loss(failed)
+        self._due.clear()
+
+    def _record_loss(self, end: Exit) -> None:
+        self._lost[end.slot] = end
+        self._unforgiven.append(end)
+
+    @property
+    def _restarts_workers(self) -> bool:
+        """True as long as workers that fail may be restarted."""
+        return not (self.stopping or self.interrupted or self._stop_at is not None or self._job_is_done)
+
+    def _unit(self, slot: int) -> int:
+        """The slot in which a worker counts and is restarted."""
+        return slot

@@ -114,10 +114,10 @@ def test_the_end_of_an_actor_is_reported_in_words() -> None:
     supervision.began(1, 0.0)
     end = Exit("rank 1 on 10.0.0.7", 4016, 1, slot=1, joined=True, words="died")
     assert supervision.ended(end, 9.0) == (
-        "restarting rank 1 on 10.0.0.7 (pid 4016 died) as a new worker in 0.1 s, 1 of 1"
+        "restarting rank 1 on 10.0.0.7 (pid 4016 died) as a new worker in 0.1 s (its only restart)"
     )
     assert supervision.ended(end, 19.0) == (
-        "rank 1 on 10.0.0.7 (pid 4016) died; its only restart is used up; the others go on"
+        "rank 1 on 10.0.0.7 (pid 4016) died; its only restart is used up; 1 of 2 workers is left"
     )
     assert str(supervision.failure) == "rank 1 on 10.0.0.7 (pid 4016) died"
 

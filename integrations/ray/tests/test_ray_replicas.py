@@ -71,7 +71,9 @@ def test_a_replica_that_loses_a_rank_is_replaced_as_a_whole(
     assert [found[0][3], found[1][3]] == [found[2][3], found[3][3]]
     said = [record.getMessage() for record in caplog.records if "restarting" in record.getMessage()]
     assert len(said) == 1, said
-    assert re.fullmatch(r"restarting replica 0 on \S+ \(rank 1, pid \d+ died\) as a whole in 0.1 s, 1 of 10", said[0])
+    assert re.fullmatch(
+        r"restarting replica 0 on \S+ \(rank 1, pid \d+ died\) as a whole in 0.1 s \(1 of its 10 restarts\)", said[0]
+    )
 
 
 def test_an_error_of_one_rank_is_raised_and_ends_its_replica(nodes: RayNodes) -> None:

@@ -43,7 +43,7 @@ def test_a_replica_restarts_after_all_its_ranks_have_ended() -> None:
     assert supervision.deadline is None
     assert ends(supervision, 10.6, (3, -9)) == []
     assert ends(supervision, 10.7, (4, -9)) == [
-        "restarting replica 1 (rank 2, pid 105 was killed by SIGKILL) as a whole in 0.1 s, 1 of 3"
+        "restarting replica 1 (rank 2, pid 105 was killed by SIGKILL) as a whole in 0.1 s (1 of its 3 restarts)"
     ]
     assert supervision.deadline == pytest.approx(10.8)
     assert supervision.restarts_due(10.75) == []
@@ -64,13 +64,14 @@ def test_one_restart_follows_from_a_failure_in_whatever_order_the_ranks_end(
     codes = [(order[0], first), *((slot, mates) for slot in order[1:])]
     (said,) = ends(supervision, 10.0, *codes)
     how = "was killed by SIGKILL" if first < 0 else "ended with exit code 7"
-    assert said == f"restarting replica 0 (rank {order[0]}, pid {100 + order[0]} {how}) as a whole in 0.1 s, 1 of 3"
+    cause = f"rank {order[0]}, pid {100 + order[0]} {how}"
+    assert said == f"restarting replica 0 ({cause}) as a whole in 0.1 s (1 of its 3 restarts)"
     assert supervision.deadline == 10.1, "nobody is left to be killed"
     assert supervision.restarts_due(11.0) == [0, 1, 2]
     for slot in range(SIZE):
         supervision.began(slot, 11.0)
     assert supervision.mates_to_kill(20.0) == [], "the new ranks have no dead mate"
-    assert "2 of 3" in ends(supervision, 20.0, *codes)[0], "and are counted from the start"
+    assert "2 of its 3" in ends(supervision, 20.0, *codes)[0], "and are counted from the start"
 
 
 @pytest.mark.parametrize("failed", range(SIZE))
@@ -98,7 +99,7 @@ def test_two_mates_that_are_killed_at_once_cost_one_restart() -> None:
     assert supervision.deadline == 10.0 + MATES_S, "from the first one on"
     assert supervision.mates_to_kill(10.5) == [0, 1, 2]
     (said,) = ends(supervision, 10.6, (1, -9))
-    assert said.endswith("as a whole in 0.1 s, 1 of 1")
+    assert said.endswith("as a whole in 0.1 s (its only restart)")
     assert supervision.restarts_due(11.0) == [0, 1, 2]
 
 
@@ -132,7 +133,7 @@ def test_a_rank_that_ends_with_0_before_the_last_step_loses_its_replica() -> Non
     supervision.ended(end(1, 0, unfinished=True), 10.0)
     assert supervision.mates_to_kill(10.5) == [0, 1, 2]
     assert ends(supervision, 10.6, (0, -9), (2, -9)) == [
-        "rank 1 of replica 0 (pid 101) ended with exit code 0 before the last step; the others go on"
+        "rank 1 of replica 0 (pid 101) ended with exit code 0 before the last step; 1 of 2 replicas is left"
     ]
     assert not supervision.restarting
     ends(supervision, 20.0, (3, 0), (4, 0), (5, 0))
@@ -145,10 +146,10 @@ def test_a_rank_that_ends_with_0_before_the_last_step_loses_its_replica() -> Non
 def test_restarts_and_the_minimum_count_replicas() -> None:
     supervision = supervise(replicas=3, minimum=2, restarts=1)
     fails = [(0, 4), (1, -9), (2, -9)]
-    assert ends(supervision, 10.0, *fails)[0].endswith("as a whole in 0.1 s, 1 of 1")
+    assert ends(supervision, 10.0, *fails)[0].endswith("as a whole in 0.1 s (its only restart)")
     supervision.restarts_due(11.0)
     assert ends(supervision, 20.0, *fails) == [
-        "rank 0 of replica 0 (pid 100) ended with exit code 4; its only restart is used up; the others go on"
+        "rank 0 of replica 0 (pid 100) ended with exit code 4; its only restart is used up; 2 of 3 replicas are left"
     ]
     ends(supervision, 30.0, *((slot + 3, code) for slot, code in fails))
     supervision.restarts_due(31.0)
@@ -168,7 +169,7 @@ def test_a_replica_that_dies_at_once_three_times_is_given_up() -> None:
             supervision.began(slot, now + 0.9)
     assert said[-1] == (
         "giving up on replica 0: it failed 3 times in a row within 5 s, before it had joined the job; "
-        "the last process (pid 100) ended with exit code 1; the others go on"
+        "the last process (pid 100) ended with exit code 1; 1 of 2 replicas is left"
     )
 
 
@@ -241,7 +242,7 @@ def test_a_replica_of_one_rank_is_restarted_like_a_worker() -> None:
     supervision = supervise(size=1)
     lone = Exit("replica 1", 9, 3, slot=1, joined=True, position=0)
     assert supervision.ended(lone, 10.0) == (
-        "restarting replica 1 (rank 0, pid 9 ended with exit code 3) as a whole in 0.1 s, 1 of 3"
+        "restarting replica 1 (rank 0, pid 9 ended with exit code 3) as a whole in 0.1 s (1 of its 3 restarts)"
     )
     assert supervision.restarts_due(10.1) == [1]
 

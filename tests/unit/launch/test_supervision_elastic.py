@@ -25,14 +25,14 @@ def end(slot: int, returncode: int, *, follows: bool = False, joined: bool = Tru
 
 def test_other_workers_continue_after_one_is_killed() -> None:
     supervision = supervise()
-    assert supervision.ended(end(1, -9), 10.0) == "rank 1 (pid 101) was killed by SIGKILL; the others go on"
+    assert supervision.ended(end(1, -9), 10.0) == "rank 1 (pid 101) was killed by SIGKILL; 3 of 4 workers are left"
     assert supervision.deadline is None
 
 
 def test_a_restart_is_due_once() -> None:
     supervision = supervise(restarts=3)
     said = supervision.ended(end(2, -9), 10.0)
-    assert said == "restarting rank 2 (pid 102 was killed by SIGKILL) as a new worker in 0.1 s, 1 of 3"
+    assert said == "restarting rank 2 (pid 102 was killed by SIGKILL) as a new worker in 0.1 s (1 of its 3 restarts)"
     assert (supervision.deadline, supervision.restarting) == (10.1, True)
     assert supervision.restarts_due(10.0) == []
     assert supervision.restarts_due(10.1) == [2]
@@ -241,3 +241,68 @@ def test_earlier_losses_do_not_change_the_exit_code_of_a_drain() -> None:
     for slot in {*range(8)} - {3}:
         supervision.ended(end(slot, 0), 1001.0)
     assert supervision.exit_code == 75
+
+
+def test_a_hung_worker_is_ended_only_if_a_new_one_may_take_its_place() -> None:
+    assert supervise(restarts=1).ends_hung(1)
+    assert not supervise().ends_hung(1)
+    supervision = supervise(restarts=1)
+    supervision.ended(end(1, -9), 10.0)
+    supervision.restarts_due(11.0)
+    assert not supervision.ends_hung(1), "its restart is used up"
+    assert supervision.ends_hung(2)
+    supervision.interrupt(signal.SIGTERM, 12.0)
+    assert not supervision.ends_hung(2), "it is being ended already"
+
+
+def test_a_hung_worker_that_was_killed_is_restarted() -> None:
+    supervision = supervise(restarts=1)
+    supervision.killed_hung(1)
+    hung = Exit("rank 1", 101, -9, slot=1, joined=True, words="was killed after the job had gone on without it")
+    assert supervision.ended(hung, 10.0) == (
+        "restarting rank 1 (pid 101 was killed after the job had gone on without it) as a new worker in 0.1 s "
+        "(its only restart)"
+    )
+    assert supervision.restarts_due(11.0) == [1]
+
+
+def test_no_worker_is_restarted_once_the_job_is_done() -> None:
+    supervision = supervise(restarts=3)
+    supervision.ended(end(1, -9), 10.0)
+    supervision.job_done(True)
+    assert not supervision.restarting, "the restart was pending"
+    assert supervision.restartable([0, 2, 3]) == 0
+    assert supervision.ended(end(2, -9), 11.0) == "rank 2 (pid 102) was killed by SIGKILL"
+    assert (supervision.restarting, supervision.exit_code) == (False, 137)
+    for slot in (0, 3):
+        supervision.ended(end(slot, 0), 12.0)
+    assert supervision.exit_code == 0
+    assert supervision.summary == (
+        "the others finished the job without rank 1 (pid 101 was killed by SIGKILL) and rank 2 (pid 102 was killed by "
+        "SIGKILL)"
+    )
+
+
+def test_failures_after_the_job_is_done_do_not_stop_the_others() -> None:
+    supervision = supervise(minimum=4)
+    supervision.job_done(True)
+    supervision.ended(end(1, -9), 10.0)
+    assert supervision.deadline is None
+
+
+def test_a_hung_worker_is_killed_without_a_failure_once_the_job_is_done() -> None:
+    supervision = supervise()
+    supervision.job_done(True)
+    assert supervision.ends_hung(1)
+    for slot in (0, 2, 3):
+        supervision.ended(end(slot, 0), 10.0)
+    supervision.killed_hung(1)
+    assert supervision.ended(end(1, -9), 11.0) == "rank 1 (pid 101) was killed by SIGKILL"
+    assert (supervision.exit_code, supervision.summary) == (0, "")
+
+
+def test_workers_are_restarted_again_in_the_next_loop() -> None:
+    supervision = supervise(restarts=1)
+    supervision.job_done(True)
+    supervision.job_done(False)
+    assert "restarting" in supervision.ended(end(1, -9), 10.0)

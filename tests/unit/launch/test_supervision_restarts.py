@@ -64,8 +64,8 @@ def test_each_restart_is_reported_in_one_sentence() -> None:
     restarts.began(2, 0.0)
     texts = [restarts.failed(KILLED, 10.0).text for _ in range(3)]
     assert texts == [
-        "restarting rank 2 (pid 4711 was killed by SIGKILL) as a new worker in 0.1 s, 1 of 2",
-        "restarting rank 2 (pid 4711 was killed by SIGKILL) as a new worker in 0.2 s, 2 of 2",
+        "restarting rank 2 (pid 4711 was killed by SIGKILL) as a new worker in 0.1 s (1 of its 2 restarts)",
+        "restarting rank 2 (pid 4711 was killed by SIGKILL) as a new worker in 0.2 s (2 of its 2 restarts)",
         "rank 2 (pid 4711) was killed by SIGKILL; its 2 restarts are used up",
     ]
 

@@ -106,7 +106,7 @@ def test_a_mismatch_with_an_account_becomes_a_step_order_error(relayed: bool) ->
     fault.suspect(Suspicion(mismatch, 0, 7, "other calls", relayed=relayed))
     (told,) = reported
     assert (told.reason, told.accused, told.relayed) == (ErrorReason.ERROR_REASON_STEP_DIFFERS, None, False)
-    assert told.text == "rank 1 left the loop; other calls"
+    assert told.text == "rank 1 left the loop"
     raised = fault.error()
     assert isinstance(raised, errors.StepOrderError)
     assert raised.ranks == (1,)

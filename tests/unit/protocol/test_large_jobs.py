@@ -82,7 +82,7 @@ def meeting(world: int, pace: float = 20e-6) -> Crowd:
     first = next(iter(crowd.state.sessions))
     crowd.do(MetOthers(first, Meet(2, Tag(2, 7), True, manifest=b"m")))
     crowd.rest()
-    assert "to stop" in crowd.reason
+    assert "to leave the step" in crowd.reason
     return crowd
 
 

@@ -48,7 +48,7 @@ def test_a_view_without_a_base_takes_the_greatest_tag_as_base() -> None:
 
 def test_no_view_forms_before_all_members_have_stopped() -> None:
     meeting = convene(job([met(BASE), None]))
-    assert meeting.reason == "generation 7 is over; waiting for rank 1 (host-1) to stop"
+    assert meeting.reason == "generation 7 has ended; waiting for rank 1 (host-1) to leave the step"
 
 
 def test_a_silent_member_may_hold_the_state() -> None:

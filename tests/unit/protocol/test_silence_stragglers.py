@@ -35,7 +35,9 @@ def test_a_stuck_member_is_evicted_after_failure_timeout() -> None:
     job.do(ExitReported(Process("host-4", 1004), -9))
     meet(job, first)
     job.pass_time(2.9, members[:3])
-    assert job.reason.endswith("waiting for rank 1 (host-2), rank 2 (host-3) to stop"), "half have not stopped yet"
+    assert job.reason.endswith("waiting for rank 1 (host-2), rank 2 (host-3) to leave the step"), (
+        "half have not stopped yet"
+    )
     meet(job, second)
     job.pass_time(2.9, members[:3])
     assert job.state.generation == 2

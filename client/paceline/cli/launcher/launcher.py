@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from paceline._base.launcher_variables import TORCH_WORLD
 from paceline.cli.launcher.console import Console
+from paceline.cli.launcher.left_behind import HUNG_S, TELL_S, LeftBehind
 from paceline.cli.launcher.leftovers import compile_folder
 from paceline.cli.launcher.printed import Printed
 from paceline.cli.launcher.spares import SpareSchedule
@@ -38,6 +40,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LAST_S = 10.0
 """Seconds after the last end of a worker, when it is said which ones still run: one may hang, or be stopped."""
+
+_START_S = 10.0
+"""Seconds after the start when it is said that no worker has done anything yet, since an import may take so long."""
 
 _NAMED = 3
 """Workers that a line names; of more it says how many."""
@@ -111,6 +116,9 @@ class Launcher:
         self._has_pidfds = hasattr(os, "pidfd_open")
         self._drained_by: float | None = None
         self._remark_at: float | None = None  # when to say which workers still run
+        self._silent_until: float | None = None  # when to say that no worker has done anything yet; None once one has
+        self._elastic = terms.elastic
+        self._left_behind = LeftBehind()
         self._schedule = SpareSchedule(spares)
         self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
@@ -126,6 +134,7 @@ class Launcher:
                 for index in range(self._count):
                     self.workers.append(self._worker(index))
                     self._attend(self.workers[index])
+                self._silent_until = time.monotonic() + _START_S
                 self._obey_signals()  # `drain` may have been called before the pipe existed that wakes this loop
                 while self._unfinished():
                     self._turn()
@@ -252,6 +261,7 @@ class Launcher:
                 self._say_what_is_done(replace(end, returncode=end.returncode or 1, follows=False, joined=False))
                 continue
             self._replaced = [worker for worker in [*self._replaced, failed] if worker.streams]
+            self.workers[index].replaces_another = True
             self._attend(self.workers[index])
 
     def _unfinished(self) -> bool:
@@ -268,9 +278,10 @@ class Launcher:
         """Waits for events and handles all that have occurred."""
         next_spare = self._schedule.due_at(len(self._spares), self._restartable)
         outputs = [worker.output_due for worker in self.workers]
+        remarks = (self._remark_at, self._silent_until, self._left_behind.deadline(time.monotonic()))
         deadlines = [
             at
-            for at in (self._supervision.deadline, self._drained_by, self._remark_at, next_spare, *outputs)
+            for at in (self._supervision.deadline, self._drained_by, next_spare, *remarks, *outputs)
             if at is not None
         ]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -290,9 +301,43 @@ class Launcher:
             worker.show_output(now)
         self._reap()
         self._obey_signals()
+        self._remark_on_start(now)
         self._remark_on_last()
+        self._end_hung(now)
         self._start_again()
         self._keep_spares()
+
+    def _remark_on_start(self, now: float) -> None:
+        """Says after some seconds that no worker has done anything yet."""
+        if self._silent_until is None or now < self._silent_until:
+            return
+        self._silent_until = None
+        if self._supervision.interrupted or not any(worker.running for worker in self.workers):
+            return
+        count = len(self.workers)
+        who = "the worker has not" if count == 1 else f"none of the {count} workers has"
+        self._console.say(f"{who} joined or printed anything yet; imports may take a while")
+
+    def _end_hung(self, now: float) -> None:
+        """Says without which workers the job goes on though they run, and ends those that hang."""
+        if not self._elastic:
+            return
+        newest = max((worker.generation for worker in self.workers), default=0)
+        behind = [worker for worker in self.workers if worker.is_behind(newest)]
+        # A debugger holds a process for as long as its user wants.
+        self._left_behind.see([worker.index for worker in behind if not worker.is_traced], now)
+        for slot in self._left_behind.to_tell(now):
+            worker = self.workers[slot]
+            how = "is stopped by SIGSTOP" if worker.is_stopped else "hangs or is frozen"
+            killed = f"it is killed unless it comes back within {HUNG_S - TELL_S:g} s"
+            then = killed if self._supervision.ends_hung(slot) else "it may come back"
+            self._console.say(f"the job goes on without the former {worker} (pid {worker.pid}), which {how}; {then}")
+        for slot in self._left_behind.hung(now):
+            worker = self.workers[slot]
+            if not worker.killed_as and self._supervision.ends_hung(slot):
+                worker.killed_as = f"was killed after the job had gone on without it for {HUNG_S:g} s"
+                self._supervision.killed_hung(slot)
+                worker.signal(signal.SIGKILL)
 
     def _remark_on_last(self) -> None:
         """Says which workers still run, some seconds after all others have ended in good order."""
@@ -300,7 +345,8 @@ class Launcher:
             return
         self._remark_at = None
         running = [worker for worker in self.workers if worker.running]
-        if running and all(worker.running or worker.succeeded for worker in self.workers):
+        ended = [worker for worker in self.workers if not worker.running]
+        if running and ended and all(worker.succeeded for worker in ended):
             names = ", ".join(
                 f"{worker} (pid {worker.pid}{', stopped by SIGSTOP or a debugger' if worker.is_stopped else ''})"
                 for worker in running[:_NAMED]
@@ -318,10 +364,23 @@ class Launcher:
 
     def _hand_on(self, worker: Worker, stream: str, parts: Sequence[Printed]) -> None:
         for printed in parts:
+            self._silent_until = None
             if stream != NEWS:
                 self._console.line(worker, stream, printed)
             elif printed.ended and (record := worker.heard(printed.text)) is not None:
                 self._console.record(worker, record)
+                self._note(worker, record)
+
+    def _note(self, worker: Worker, record: dict[str, Any]) -> None:
+        """Takes note of what a worker reports about the job."""
+        if record.get("kind") == "loop":
+            self._supervision.job_done(any(each.job_is_done for each in self.workers))
+        if worker.replaces_another and worker.rank is not None:
+            worker.replaces_another = False
+            if worker.position is None:
+                self._console.say(f"a new worker has joined as {worker} (pid {worker.pid})")
+            elif worker.position == 0:
+                self._console.say(f"{worker.member} has joined again")
 
     def _reap(self) -> None:
         """Handles workers that have ended: first tells the coordinator, where every millisecond counts."""

@@ -66,7 +66,10 @@ class Worker:
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    `rank` is None until a view that the worker reports gives it. `work` is a command line, or a function that starts
+    `rank` is None until a view that the worker reports gives it; `generation` is that of the view, and `job_is_done`
+    says whether the worker reports the end of its job. `killed_as` says why the launcher killed it, if it did, in words
+    that complete "rank 2 ...". `replaces_another` is True for a new worker in place of one that failed, until the
+    launcher has said that it joined. `work` is a command line, or a function that starts
     the process. `environment` returns the worker's environment, given the descriptor of the worker's end of its news
     pipe. With `cores` None it may use all. A `spare` does the imports of its command, and waits until `begin` makes it
     a worker; what it prints stays in its pipes. With a `replica_size` it is one of so many ranks of a replica, which
@@ -85,10 +88,16 @@ class Worker:
     ) -> None:
         self.index = index
         self.rank: int | None = None
+        self.generation = 0
+        self.job_is_done = False
+        self.killed_as = ""
+        self.replaces_another = False
         self._replica_size = replica_size
         self._blamed: list[int] = []
         self._lost_mate = False
         self._unfinished = False
+        self._waits = False
+        self._was_lost = False
         self._used_paceline = False
         self._looked_for_none = False
         self._go: int | None = None
@@ -187,11 +196,29 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """True if the process is stopped, by SIGSTOP or a debugger; False where that cannot be known."""
+        return self._state in ("T", "t")
+
+    @property
+    def is_traced(self) -> bool:
+        """True if a debugger holds the process; False where that cannot be known."""
+        return self._state == "t"
+
+    @property
+    def _state(self) -> str:
+        """The letter that the system has for the state of the process; empty where that cannot be known."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
         except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+            return ""
+        return status.rpartition(")")[2].split()[0]
+
+    def is_behind(self, generation: int) -> bool:
+        """True if the job has gone on to this generation without the worker, which has not noticed it yet.
+
+        It hangs then, or is frozen. A worker that waits to be taken in again has noticed.
+        """
+        out = self._was_lost or self.generation < generation
+        return self.running and self._unfinished and self.rank is not None and out and not self._waits
 
     @property
     def alone(self) -> bool:
@@ -264,8 +291,15 @@ class Worker:
             rank = record.get("rank")
             if type(rank) is int and rank >= 0:  # True is an int too
                 self.rank = rank
+            if type(generation := record.get("generation")) is int:
+                self.generation = generation
+            self._waits = self._was_lost = False
         elif record.get("kind") == "loop" and record.get("pid") == self.pid:
             self._unfinished = record.get("unfinished") is True
+            self._waits = record.get("waits") is True
+            self.job_is_done = record.get("done") is True
+        elif record.get("kind") == "lost" and record.get("pid") == self.pid:
+            self._was_lost = True
         elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
             self._blamed = record["ranks"]
             self._lost_mate = record.get("mate") is True
@@ -293,10 +327,10 @@ class Worker:
         joined, unfinished = self.rank is not None, self._unfinished
         code = self._process.returncode
         assert code is not None
-        return Exit(self._member, self.pid, code, follows, self.index, joined, unfinished, self.position)
+        return Exit(self.member, self.pid, code, follows, self.index, joined, unfinished, self.position, self.killed_as)
 
     def __str__(self) -> str:
-        return self._member if self.position is None else f"rank {self.position} of {self._member}"
+        return self.member if self.position is None else f"rank {self.position} of {self.member}"
 
     @property
     def _number(self) -> int:
@@ -304,7 +338,7 @@ class Worker:
         return self.index // (self._replica_size or 1)
 
     @property
-    def _member(self) -> str:
+    def member(self) -> str:
         """The member of the job that it is, alone or with its mates, as the user knows it."""
         if self._replica_size is not None:
             return f"replica #{self._number}" if self.rank is None else f"replica {self.rank}"

@@ -1,0 +1,39 @@
+"""Decides about workers that run, and without which the job goes on: they are frozen, or hang in a call. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+TELL_S = 5.0
+"""Seconds after which it is said: a worker on a busy machine may be so late in a new generation."""
+
+HUNG_S = 30.0
+"""Seconds after which such a worker counts as hung. Until then it may come back by itself, with its state."""
+
+
+class LeftBehind:
+    """The workers without which the job goes on, by slot, each with the time since when."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._told: set[int] = set()
+
+    def see(self, slots: Collection[int], now: float) -> None:
+        """Records which workers are left behind now."""
+        self._since = {slot: self._since.get(slot, now) for slot in slots}
+        self._told.intersection_update(slots)
+
+    def deadline(self, now: float) -> float | None:
+        """The time at which `to_tell` or `hung` will next return more than now; None for never."""
+        times = [since + wait for since in self._since.values() for wait in (TELL_S, HUNG_S)]
+        return min((at for at in times if at > now), default=None)
+
+    def to_tell(self, now: float) -> list[int]:
+        """Returns the workers of which it is to be said now; each is returned once."""
+        due = [slot for slot, since in self._since.items() if now >= since + TELL_S and slot not in self._told]
+        self._told.update(due)
+        return due
+
+    def hung(self, now: float) -> list[int]:
+        """Returns the workers that count as hung."""
+        return [slot for slot, since in self._since.items() if now >= since + HUNG_S]

@@ -1,0 +1,88 @@
+"""Workers that run, and without which the job goes on. Time is an argument."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.cli.launcher.left_behind import HUNG_S, TELL_S, LeftBehind
+from paceline.cli.launcher.worker import Worker
+
+PID = 77
+
+
+def a_worker(*records: dict[str, Any]) -> Worker:
+    """A worker without a process, which has reported these records."""
+    worker = object.__new__(Worker)
+    worker.index, worker.rank, worker.generation, worker.job_is_done = 0, None, 0, False
+    worker._unfinished = worker._waits = worker._was_lost = False
+    worker._process = SimpleNamespace(pid=PID, returncode=None)  # type: ignore[assignment]
+    for record in records:
+        worker.heard(json.dumps({"pid": PID} | record).encode())
+    return worker
+
+
+LOOP = {"kind": "loop", "unfinished": True}
+WAITS = LOOP | {"waits": True}
+LOST = {"kind": "lost"}
+
+
+def view(generation: int) -> dict[str, Any]:
+    return {"kind": "view", "rank": 1, "world_size": 3, "generation": generation}
+
+
+def test_a_worker_that_others_have_left_in_an_old_generation_is_behind() -> None:
+    assert not a_worker(view(2), LOOP).is_behind(2)
+    assert a_worker(view(2), LOOP).is_behind(3)
+
+
+def test_a_worker_that_was_declared_lost_is_behind_even_if_no_other_worker_tells() -> None:
+    assert a_worker(view(2), LOOP, LOST).is_behind(2)
+
+
+def test_a_worker_that_waits_to_be_taken_in_again_is_not_behind() -> None:
+    assert not a_worker(view(2), LOOP, LOST, WAITS).is_behind(3)
+    assert not a_worker(view(2), LOOP, WAITS).is_behind(3)
+
+
+def test_a_worker_that_came_back_may_fall_behind_again() -> None:
+    back = (view(2), LOOP, LOST, WAITS, view(4))
+    assert not a_worker(*back).is_behind(4)
+    assert a_worker(*back).is_behind(5)
+
+
+def test_a_worker_that_has_left_the_loop_or_has_yet_to_join_is_not_behind() -> None:
+    assert not a_worker(view(2), LOOP, {"kind": "loop", "unfinished": False}).is_behind(3)
+    assert not a_worker(LOOP).is_behind(3)
+
+
+def test_records_of_a_process_that_the_worker_forked_do_not_count() -> None:
+    others = {"pid": PID + 1}
+    assert a_worker(view(2), LOOP, view(3) | others).is_behind(3)
+    assert a_worker(view(2), LOOP, WAITS | others).is_behind(3)
+    assert not a_worker(view(2), LOOP, LOST | others).is_behind(2)
+
+
+def test_it_is_said_once_and_later_the_worker_counts_as_hung() -> None:
+    behind = LeftBehind()
+    behind.see([1], 10.0)
+    assert (behind.to_tell(10.0), behind.hung(10.0)) == ([], [])
+    assert behind.deadline(10.0) == 10.0 + TELL_S
+    behind.see([1], 12.0)
+    assert behind.to_tell(10.0 + TELL_S) == [1]
+    assert behind.to_tell(10.0 + TELL_S) == []
+    assert behind.deadline(10.0 + TELL_S) == 10.0 + HUNG_S
+    assert behind.hung(10.0 + HUNG_S) == [1]
+    assert behind.deadline(10.0 + HUNG_S) is None
+
+
+def test_the_time_begins_anew_for_a_worker_that_came_back() -> None:
+    behind = LeftBehind()
+    behind.see([1, 2], 10.0)
+    assert behind.to_tell(10.0 + TELL_S) == [1, 2]
+    behind.see([2], 20.0)
+    behind.see([1, 2], 30.0)
+    assert behind.hung(10.0 + HUNG_S) == [2]
+    assert behind.to_tell(30.0 + TELL_S) == [1]
+    assert behind.hung(30.0 + HUNG_S) == [1, 2]
