@@ -360,8 +360,10 @@ COMES_LATE = """
 import os, signal, sys, time
 import numpy as np
 import paceline
-killed, done = f"{sys.argv[1]}/killed", f"{sys.argv[1]}/done"
+killed, started, done = (f"{sys.argv[1]}/{mark}" for mark in ("killed", "started", "done"))
 late = os.path.exists(killed)
+if late:
+    os.mkdir(started)
 while late and not os.path.exists(done):
     time.sleep(0.01)
 with paceline.join() as session:
@@ -373,7 +375,7 @@ with paceline.join() as session:
             if step.rank == 1:
                 os.mkdir(killed)
                 os.kill(os.getpid(), signal.SIGKILL)
-        if step.world == 1 and os.path.exists(killed):
+        if step.world == 1 and os.path.exists(started):
             session.stop()
 os.mkdir(done)
 """
