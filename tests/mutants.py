@@ -1227,8 +1227,8 @@ MUTANTS = (
     Mutant(
         "a worker that waits to be taken in again counts as hung",
         "client/paceline/cli/launcher/worker.py",
-        " and out and not self._waits",
-        " and out",
+        " or self._waits:\n            return False\n        return self._was_lost",
+        ":\n            return False\n        return self._was_lost",
         ("unit/cli/test_left_behind.py",),
     ),
     Mutant(

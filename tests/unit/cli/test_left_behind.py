@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
 from paceline.cli.launcher.left_behind import HUNG_S, TELL_S, LeftBehind
-from paceline.cli.launcher.worker import Worker
+from paceline.cli.launcher.worker import ReportedView, Worker
 
 PID = 77
 
@@ -15,7 +16,7 @@ PID = 77
 def a_worker(*records: dict[str, Any]) -> Worker:
     """A worker without a process, which has reported these records."""
     worker = object.__new__(Worker)
-    worker.index, worker.rank, worker.generation, worker.job_is_done = 0, None, 0, False
+    worker.index, worker.rank, worker.view, worker.job_is_done = 0, None, None, False
     worker._unfinished = worker._waits = worker._was_lost = False
     worker._process = SimpleNamespace(pid=PID, returncode=None)  # type: ignore[assignment]
     for record in records:
@@ -29,39 +30,54 @@ LOST = {"kind": "lost"}
 
 
 def view(generation: int) -> dict[str, Any]:
-    return {"kind": "view", "rank": 1, "world_size": 3, "generation": generation}
+    return {"kind": "view", "job": "digits", "rank": 1, "world_size": 3, "generation": generation}
+
+
+def later(generation: int, job: str = "digits", seconds: float = 1.0) -> list[ReportedView]:
+    """What other workers report so many seconds from now."""
+    return [ReportedView(job, generation, time.monotonic() + seconds)]
 
 
 def test_a_worker_that_others_have_left_in_an_old_generation_is_behind() -> None:
-    assert not a_worker(view(2), LOOP).is_behind(2)
-    assert a_worker(view(2), LOOP).is_behind(3)
+    assert not a_worker(view(2), LOOP).is_behind(later(2))
+    assert a_worker(view(2), LOOP).is_behind(later(3))
+
+
+def test_views_of_another_job_do_not_count() -> None:
+    assert not a_worker(view(2), LOOP).is_behind(later(3, "other"))
+
+
+def test_views_that_were_reported_before_do_not_count() -> None:
+    """A coordinator that has lost its state counts from 1 again, and another worker may not know that yet."""
+    assert not a_worker(view(1), LOOP).is_behind(later(5, seconds=-1.0))
+    assert not a_worker(view(5), LOOP).is_behind(later(1))
 
 
 def test_a_worker_that_was_declared_lost_is_behind_even_if_no_other_worker_tells() -> None:
-    assert a_worker(view(2), LOOP, LOST).is_behind(2)
+    assert a_worker(view(2), LOOP, LOST).is_behind([])
 
 
 def test_a_worker_that_waits_to_be_taken_in_again_is_not_behind() -> None:
-    assert not a_worker(view(2), LOOP, LOST, WAITS).is_behind(3)
-    assert not a_worker(view(2), LOOP, WAITS).is_behind(3)
+    assert not a_worker(view(2), LOOP, LOST, WAITS).is_behind(later(3))
+    assert not a_worker(view(2), LOOP, WAITS).is_behind(later(3))
 
 
 def test_a_worker_that_came_back_may_fall_behind_again() -> None:
     back = (view(2), LOOP, LOST, WAITS, view(4))
-    assert not a_worker(*back).is_behind(4)
-    assert a_worker(*back).is_behind(5)
+    assert not a_worker(*back).is_behind(later(4))
+    assert a_worker(*back).is_behind(later(5))
 
 
 def test_a_worker_that_has_left_the_loop_or_has_yet_to_join_is_not_behind() -> None:
-    assert not a_worker(view(2), LOOP, {"kind": "loop", "unfinished": False}).is_behind(3)
-    assert not a_worker(LOOP).is_behind(3)
+    assert not a_worker(view(2), LOOP, {"kind": "loop", "unfinished": False}).is_behind(later(3))
+    assert not a_worker(LOOP).is_behind(later(3))
 
 
 def test_records_of_a_process_that_the_worker_forked_do_not_count() -> None:
     others = {"pid": PID + 1}
-    assert a_worker(view(2), LOOP, view(3) | others).is_behind(3)
-    assert a_worker(view(2), LOOP, WAITS | others).is_behind(3)
-    assert not a_worker(view(2), LOOP, LOST | others).is_behind(2)
+    assert a_worker(view(2), LOOP, view(3) | others).is_behind(later(3))
+    assert a_worker(view(2), LOOP, WAITS | others).is_behind(later(3))
+    assert not a_worker(view(2), LOOP, LOST | others).is_behind([])
 
 
 def test_it_is_said_once_and_later_the_worker_counts_as_hung() -> None:

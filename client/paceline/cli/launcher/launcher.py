@@ -322,8 +322,11 @@ class Launcher:
         """Says without which workers the job goes on though they run, and ends those that hang."""
         if not self._elastic:
             return
-        newest = max((worker.generation for worker in self.workers), default=0)
-        behind = [worker for worker in self.workers if worker.is_behind(newest)]
+        views = sorted(
+            (worker.view for worker in self.workers if worker.view is not None), key=lambda view: view.heard_at
+        )
+        latest = {(view.job, view.generation): view for view in views}
+        behind = [worker for worker in self.workers if worker.is_behind(latest.values())]
         # A debugger holds a process for as long as its user wants.
         self._left_behind.see([worker.index for worker in behind if not worker.is_traced], now)
         for slot in self._left_behind.to_tell(now):

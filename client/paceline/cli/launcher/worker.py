@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeAlias
+from typing import IO, Any, NamedTuple, Protocol, TypeAlias
 
 from paceline._session.identity import process_identity
 from paceline._session.output_file import OUTPUT_FD, OutputFile, newest_text, readable_lines
@@ -61,19 +62,32 @@ def command_line(command: Sequence[str], options: Sequence[str] = ()) -> Start:
     return start
 
 
+class ReportedView(NamedTuple):
+    """A view of which a worker has told, and the time at which the launcher heard it."""
+
+    job: str
+    generation: int
+    heard_at: float
+
+    def follows(self, other: ReportedView) -> bool:
+        """True if it is a later view of the same job. A coordinator without its state may count from 1 again."""
+        newer = self.generation > other.generation and self.heard_at > other.heard_at
+        return newer and self.job == other.job
+
+
 class Worker:
     """A worker process. Start it from a thread that lives as long as the launcher.
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    `rank` is None until a view that the worker reports gives it; `generation` is that of the view, and `job_is_done`
-    says whether the worker reports the end of its job. `killed_as` says why the launcher killed it, if it did, in words
-    that complete "rank 2 ...". `replaces_another` is True for a new worker in place of one that failed, until the
-    launcher has said that it joined. `work` is a command line, or a function that starts
-    the process. `environment` returns the worker's environment, given the descriptor of the worker's end of its news
-    pipe. With `cores` None it may use all. A `spare` does the imports of its command, and waits until `begin` makes it
-    a worker; what it prints stays in its pipes. With a `replica_size` it is one of so many ranks of a replica, which
-    follow each other by `index`, and `rank` is the number of its replica.
+    `rank` is None until a `view` that the worker reports gives it. `job_is_done` says whether the worker reports the end
+    of its job. `killed_as` says why the launcher killed it, if it did, in words that complete "rank 2 ...".
+    `replaces_another` is True for a new worker in place of one that failed, until the launcher has said that it joined.
+    `work` is a command line, or a function that starts the process. `environment` returns the worker's environment,
+    given the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does the
+    imports of its command, and waits until `begin` makes it a worker; what it prints stays in its pipes. With a
+    `replica_size` it is one of so many ranks of a replica, which follow each other by `index`, and `rank` is the number
+    of its replica.
     """
 
     def __init__(
@@ -88,7 +102,7 @@ class Worker:
     ) -> None:
         self.index = index
         self.rank: int | None = None
-        self.generation = 0
+        self.view: ReportedView | None = None
         self.job_is_done = False
         self.killed_as = ""
         self.replaces_another = False
@@ -212,13 +226,15 @@ class Worker:
             return ""
         return status.rpartition(")")[2].split()[0]
 
-    def is_behind(self, generation: int) -> bool:
-        """True if the job has gone on to this generation without the worker, which has not noticed it yet.
+    def is_behind(self, views: Collection[ReportedView]) -> bool:
+        """True if the job goes on without the worker, which has not noticed it; others have reported these views.
 
         It hangs then, or is frozen. A worker that waits to be taken in again has noticed.
         """
-        out = self._was_lost or self.generation < generation
-        return self.running and self._unfinished and self.rank is not None and out and not self._waits
+        own = self.view
+        if own is None or not (self.running and self._unfinished) or self._waits:
+            return False
+        return self._was_lost or any(view.follows(own) for view in views)
 
     @property
     def alone(self) -> bool:
@@ -292,7 +308,7 @@ class Worker:
             if type(rank) is int and rank >= 0:  # True is an int too
                 self.rank = rank
             if type(generation := record.get("generation")) is int:
-                self.generation = generation
+                self.view = ReportedView(str(record.get("job")), generation, time.monotonic())
             self._waits = self._was_lost = False
         elif record.get("kind") == "loop" and record.get("pid") == self.pid:
             self._unfinished = record.get("unfinished") is True
