@@ -80,8 +80,8 @@ class Worker:
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    `rank` is None until a `view` that the worker reports gives it. `job_is_done` says whether the worker reports the end
-    of its job. `killed_as` says why the launcher killed it, if it did, in words that complete "rank 2 ...".
+    `rank` is None until a `view` that the worker reports gives it. `job_is_done` is True once the worker has reported
+    that its job is done. `killed_as` says why the launcher killed it, if it did, in words that complete "rank 2 ...".
     `replaces_another` is True for a new worker in place of one that failed, until the launcher has said that it joined.
     `work` is a command line, or a function that starts the process. `environment` returns the worker's environment,
     given the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does the
