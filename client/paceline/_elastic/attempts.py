@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline._group import Group
 from paceline._links.base import Peer
-from paceline.errors import PacelineError, StepVoid
+from paceline.errors import CollectiveMismatch, PacelineError, StepVoid
 
 MAX_ATTEMPTS = 5
 """Failures in a row, of workers that are all still present, after which another attempt is pointless."""
@@ -29,6 +29,7 @@ class FailedAttempts:
         self._what = ""
         self._attempts = 0
         self._causes: list[tuple[str, frozenset[_Worker]]] = []
+        self._mismatch = ""
 
     def begin(self, what: str, members: Iterable[Peer]) -> int:
         """Begins an attempt at `what`, such as "step 12"; returns its number, from 1. StepVoid after too many."""
@@ -47,10 +48,15 @@ class FailedAttempts:
         culprits = frozenset(_worker(peer) for peer in members if peer.rank in blamed)
         self._attempts += 1
         self._causes.append((f"{type(cause).__name__}: {cause}", culprits))
+        self._mismatch = str(cause) if isinstance(cause, CollectiveMismatch) else ""
+
+    def mismatch_in(self, what: str) -> str:
+        """Returns the text of the error if calls did not match in the last attempt at `what`; else an empty text."""
+        return self._mismatch if what == self._what else ""
 
     def _look_at(self, what: str) -> None:
         if what != self._what:
-            self._what, self._attempts = what, 0
+            self._what, self._attempts, self._mismatch = what, 0, ""
             self._causes.clear()
 
 

@@ -477,6 +477,7 @@ class TrainingLoop:
         if self._kept_sums is not None:
             self._kept_sums.enter(None if view.rank in view.newcomers else view.base)
         if view.base is not None:
+            self._refuse_half_called_step(view.base.step)
             self._recovery.has_a_base()
             self._job_line.group._core.confirm_same_state()
             if self._skip_was_late(view.base.step):
@@ -531,6 +532,18 @@ class TrainingLoop:
         if asked == self._skipped:  # all know: whatever becomes of this step now, they do it together
             self.guard.asked = asked, ""
         return True
+
+    def _refuse_half_called_step(self, step: int) -> None:
+        """Ends this member if others have completed a step with fewer collectives, which it cannot without them.
+
+        Without an optimizer there is no call that shows which ranks make an update: the end of a block counts as one.
+        """
+        text = self._failures.mismatch_in(f"step {step}")
+        if text and not self._state.has_optimizer:
+            raise StepOrderError(
+                f"other ranks have completed step {step} without all collectives that this rank calls in it, but all "
+                f"ranks must call the same ones: {text}"
+            )
 
     def _skip_was_late(self, step: int) -> bool:
         """Ends all members if this one has asked to skip a step that others had applied by then."""

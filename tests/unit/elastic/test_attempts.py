@@ -8,7 +8,7 @@ import pytest
 
 from paceline._elastic.attempts import MAX_ATTEMPTS, FailedAttempts
 from paceline._links.base import Peer
-from paceline.errors import OperationTimeout, PeerLost, StepVoid
+from paceline.errors import CollectiveMismatch, OperationTimeout, PeerLost, StepVoid
 
 WORLD = [Peer(rank, f"member-{rank}", f"host-{rank}", pid=100 + rank) for rank in range(7)]
 
@@ -69,3 +69,15 @@ def test_failures_of_a_process_that_keeps_rejoining_raise_step_void() -> None:
         failures.add("step 4", OperationTimeout("too late", ranks=(6,)), world)
     with pytest.raises(StepVoid):
         failures.begin("step 4", world)
+
+
+def test_calls_that_did_not_match_are_known_of_the_last_attempt() -> None:
+    failures = FailedAttempts()
+    failures.add("step 8", CollectiveMismatch("other calls"), [])
+    assert failures.mismatch_in("step 8") == "other calls"
+    assert failures.mismatch_in("step 7") == ""
+    failures.add("step 8", PeerLost("a peer was lost"), [])
+    assert failures.mismatch_in("step 8") == ""
+    failures.add("step 8", CollectiveMismatch("other calls"), [])
+    failures.begin("step 9", [])
+    assert failures.mismatch_in("step 9") == ""
