@@ -99,7 +99,22 @@ class Replica:
         if world.clock.now < world.restless_until + _LAUNCHER_S / 2:
             world.clock.after(5.0, self._check_ended)
             return
+        living = [rank for rank in self.ranks if rank.alive]
+        if any(not rank.ids for rank in self.ranks) and all(rank.session is None for rank in living):
+            self._give_up_joining(living)
+            return
         raise Broken(f"mates: ranks of {self} live on, {world.clock.now - self.broken_at:.0f} s after one has ended")
+
+    def _give_up_joining(self, ranks: Sequence[Process]) -> None:
+        """The timeout of `join` ends ranks whose mate ended before the coordinator knew it, so nobody told them.
+
+        It is endless here, so that no other join of a schedule fails.
+        """
+        world = self.world
+        for rank in ranks:
+            world.note(rank.name, "gives up its join")
+            world.kill(rank, seen=True)
+        world.restless_until = max(world.restless_until, world.clock.now)
 
     # What its ranks did -----------------------------------------------------------------------------------------------
 

@@ -124,6 +124,8 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         ("forgetful-spread", 70_000_592),
         # A rank of a replica is evicted right after its first view, which another rank has not got.
         ("launched-replicas", 136),
+        # A rank of a replica ends before the coordinator knows it, while the others join, and no launcher sees it.
+        ("replicas-three", 72),
     ],
 )
 def test_a_schedule_that_once_failed_finishes(name: str, seed: int) -> None:
