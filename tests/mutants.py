@@ -1054,6 +1054,13 @@ MUTANTS = (
     ),
     # Once for each host.
     Mutant(
+        "a Ctrl-C in a finalizer has no effect",
+        "client/paceline/_base/waits.py",
+        "            repeat_dropped_interrupts(_current[1].loop)\n",
+        "",
+        ("unit/base/test_interrupts.py",),
+    ),
+    Mutant(
         "a block that has ended well is run again",
         "client/paceline/_base/processes.py",
         "            os.write(descriptor, _DONE)\n",

@@ -2,7 +2,8 @@
 
 **Waits.** Python runs signal handlers in the main thread, between two instructions. If a signal arrives just before
 that thread blocks in a lock, Python only notes it and nothing wakes the thread: Ctrl-C would have no effect until the
-wait ends. So a user's thread never blocks for longer than half a second at a time.
+wait ends. So a user's thread never blocks for longer than half a second at a time. `interrupts` sees to a Ctrl-C that
+Python drops.
 
 **The loop.** All of grpc.aio runs on one thread behind synchronous interfaces. There is one loop for all sessions (and
 for a coordinator that the process embeds), because aio objects belong to the loop that made them, and grpc polls best
@@ -22,6 +23,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from paceline._base.addresses import is_exhausted
+from paceline._base.interrupts import repeat_dropped_interrupts
 from paceline._base.rpc import hold_aio
 
 T = TypeVar("T")
@@ -236,4 +238,5 @@ def loop_thread() -> LoopThread:
     with _lock:
         if _current is None or _current[0] != os.getpid():
             _current = (os.getpid(), LoopThread())
+            repeat_dropped_interrupts(_current[1].loop)
         return _current[1]
