@@ -25,6 +25,7 @@ TYPED = [
 ]
 LAUNCHERS = {
     "paceline run": ["-m", "paceline", "run", "-n", "2"],
+    "paceline run --min 1": ["-m", "paceline", "run", "-n", "2", "--min", "1"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],  # a port of its own
 }
 
@@ -87,6 +88,28 @@ def test_other_scripts_run_alone_and_in_two_workers(tmp_path: Path) -> None:
     program = as_program(OTHERS)
     run(program, tmp_path)
     run(program, tmp_path, "paceline run")
+
+
+DIES = """
+            if step.number == 71:
+                if (step.world, step.rank) == (2, 1):
+                    import os, signal
+                    os.kill(os.getpid(), signal.SIGKILL)
+                print(f"evaluated by {step.world}", flush=True)
+"""
+
+
+def test_early_stopping_counts_an_evaluation_once_if_a_worker_dies_in_its_step(tmp_path: Path) -> None:
+    (code,) = (block.code for block in blocks(ROOT / "docs/how-to/stop-and-skip.md") if block.title == "torch_early.py")
+    before, mark, after = code.partition("            if evaluates and ")
+    # What was counted is undone with the step, although it is counted before the death here.
+    counts, update, end = (mark + after).partition("        if best[")
+    backward = before.index("            loss = ")
+    printed = run(
+        before[:backward] + counts + DIES + before[backward:] + update + end, tmp_path, "paceline run --min 1"
+    )
+    assert "evaluated by 1" in printed
+    assert re.search(r"^rank 0: stopped after step 92, best loss 0.35\d, 9 steps skipped$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))

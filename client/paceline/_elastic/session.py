@@ -295,6 +295,11 @@ class Session(abc.ABC):
         A failure of the group ends the attempt, and the next one runs in the next generation. A worker left out of the
         new generation skips the block.
 
+        State that the block changes differs between members then. The first three steps of the job look for such
+        changes, only in objects of the `TrainState`; nothing checks variables of your own. So give the `TrainState` a
+        dict with what you count from step to step (such as evaluations without a better score), and change it inside
+        the block of a step: it is rolled back with that step, and a worker that joins receives it.
+
         Raises:
             PacelineError: a failure that `steps` cannot recover from, because it has not begun or has ended.
         """
