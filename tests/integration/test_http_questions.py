@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,8 @@ from paceline_server._grpc import aio
 from paceline_server.security.tokens import Role
 from paceline_server.services.authenticate import seen_by
 from paceline_server.web.asking import chosen_members
+from paceline_server.web.reading import Reader
+from paceline_server.web.sending import Sending
 from paceline_server.web.web_limits import WebLimits
 from pacelinepb.pieces import cut, in_messages
 from pacelinepb.v1 import admin_pb2, session_pb2
@@ -378,6 +381,65 @@ def test_neighbours_on_several_hosts_are_asked_at_the_same_time() -> None:
             ]
 
     run(main)
+
+
+async def _a_long_answer(*_: object) -> bytearray:
+    return bytearray(b" ") * (32 << 20)  # more than the sockets hold
+
+
+def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "read", _a_long_answer)
+
+    async def main() -> None:
+        async with limited(1, sending_bytes=64 << 20) as there:
+            budget = there.coordinator._dispatcher.vitals.memory["answers"]
+            ask = b"GET /api/jobs/digits/stacks HTTP/1.1\r\nHost: localhost\r\nX-Paceline: page\r\n\r\n"
+            url = there.http._base_url
+            assert url is not None
+            reader, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+            writer.write(ask)
+            await there.answer(0, session_pb2.QUESTION_STACKS, stacks_of("step"))
+            headers = await reader.readuntil(b"\r\n\r\n")
+            assert b"\r\nContent-Length: 33554432\r\n" in headers
+            asked = asyncio.create_task(there.get("stacks", 503))
+            await there.answer(0, session_pb2.QUESTION_STACKS, stacks_of("step"))
+            assert (await asked)["error"] == (
+                "no room for an answer of 32 MiB: answers of 32 MiB wait for 127.0.0.1 to take them, and of 32 MiB for "
+                "all, of 64 MiB at most. Nobody may have more than is left free: ask again when they are taken"
+            )
+            await reader.readexactly(32 << 20)
+            writer.write(ask)
+            await there.answer(0, session_pb2.QUESTION_STACKS, stacks_of("step"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 "), "there is room again"
+            assert budget.used == 32 << 20
+            writer.close()
+
+    run(main)
+
+
+def test_an_answer_that_is_taken_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reader, "read", _a_long_answer)
+
+    async def main() -> None:
+        async with limited(1, send_s=0.0) as there:
+            asked = asyncio.create_task(there.http.get("/api/jobs/digits/stacks", headers=OWN))
+            await there.answer(0, session_pb2.QUESTION_STACKS, stacks_of("step"))
+            with pytest.raises(aiohttp.ClientError):
+                async with await asked as answer:
+                    await answer.read()
+            assert there.coordinator._dispatcher.vitals.memory["answers"].used == 0
+
+    run(main)
+
+
+def test_an_answer_that_is_never_sent_takes_no_room() -> None:
+    sending = Sending(WebLimits(sending_bytes=8))
+    request: Any = SimpleNamespace(method="GET")
+    for _ in range(2):
+        answer = sending.answer(request, "somebody", b"[12]")
+        assert sending.budget.used == 4
+        del answer
+    assert sending.budget.used == 0
 
 
 def test_the_limits_of_questions_hold_over_http() -> None:

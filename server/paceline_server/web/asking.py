@@ -27,6 +27,7 @@ from paceline_server.errors import BadRequest, Draining, NoRoom, NotFound, Permi
 from paceline_server.services.admin import AdminHandlers
 from paceline_server.services.audit import Audit, Caller
 from paceline_server.web.reading import Reader
+from paceline_server.web.sending import Sending
 from paceline_server.web.web_limits import WebLimits
 from paceline_server.wire import to_duration
 from pacelinepb.debug.apart import stacks_request, trace_request
@@ -52,7 +53,8 @@ _ASK_TRACE_S = 20.0
 class Asking:
     """Handlers of the questions.
 
-    `caller` says who makes a request, and `operated` which job it is about, if the caller may operate that.
+    `caller` says who makes a request, `payer` at whose cost, and `operated` which job it is about, if the caller may
+    operate that.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Asking:
         admin: AdminHandlers,
         audit: Audit,
         caller: Callable[[web.Request], Awaitable[Caller]],
+        payer: Callable[[web.Request], str],
         operated: Callable[[web.Request], Awaitable[str]],
         limits: WebLimits,
     ) -> None:
@@ -68,12 +71,15 @@ class Asking:
         self._admin = admin
         self._audit = audit
         self._caller = caller
+        self._payer = payer
         self._operated = operated
         self._limits = limits
         self._stacks_of = Reader("paceline debug stacks", limits)
         self._trace_of = Reader("paceline debug trace", limits)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._jobs = asyncio.Semaphore(limits.most_jobs_asked)
+        self._sending = Sending(limits)
+        dispatcher.vitals.memory["answers"] = self._sending.budget
 
     def add_to(self, app: web.Application) -> None:
         """Registers the paths."""
@@ -94,9 +100,10 @@ class Asking:
                 lines, trouble = ([], answer.trouble) if answer.trouble else read_output_answer(answer.data)
                 return json.dumps({"lines": lines, "trouble": trouble}).encode()
 
-            return _json(await call_apart(read, "paceline-output", self._limits.stacks_s))
+            body = await call_apart(read, "paceline-output", self._limits.stacks_s)
+            return web.Response(body=body, content_type="application/json", charset="utf-8")
 
-    async def _stacks(self, request: web.Request) -> web.Response:
+    async def _stacks(self, request: web.Request) -> web.StreamResponse:
         """The stacks of one member, or of all; those that do not answer are signalled by neighbours."""
         async with self._asking(request, session_pb2.QUESTION_STACKS, self._limits.stacks_s) as asked:
             limits = self._limits
@@ -109,9 +116,10 @@ class Asking:
             if not answers:
                 raise NotFound(without_members(detail))
             said = await self._of_neighbours(asked.job, answers, detail, share)
-            return _json(await self._stacks_of.read(stacks_request(answers, asked.job, said)))
+            body = await self._stacks_of.read(stacks_request(answers, asked.job, said))
+        return self._sending.answer(request, self._payer(request), body)
 
-    async def _trace(self, request: web.Request) -> web.Response:
+    async def _trace(self, request: web.Request) -> web.StreamResponse:
         """A trace of all members' operations, steps and messages, as `paceline debug trace` writes it."""
         async with self._asking(request, session_pb2.QUESTION_RECORDS, self._limits.trace_s) as asked:
             most, left_out = self._limits.most_traced, ""
@@ -126,7 +134,7 @@ class Asking:
             answers = await self._answers(asked, most, _ASK_TRACE_S)
             events = await self._events(asked.job)
             body = await self._trace_of.read(trace_request(answers, detail, events, [left_out] if left_out else []))
-        response = _json(body)
+        response = self._sending.answer(request, self._payer(request), body)
         file = re.sub(r"[^A-Za-z0-9._-]", "_", asked.job)
         response.headers["Content-Disposition"] = f'attachment; filename="{file}.trace.json"'
         if left_out:
@@ -246,7 +254,3 @@ def _check_own(request: web.Request) -> None:
         raise PermissionDenied("another page must not ask members")
     if OWN_HEADER not in request.headers and "Authorization" not in request.headers:
         raise PermissionDenied(f"a question to members needs a header that no other page can send: {OWN_HEADER}: page")
-
-
-def _json(body: bytes | bytearray) -> web.Response:
-    return web.Response(body=body, content_type="application/json", charset="utf-8")

@@ -147,7 +147,9 @@ class Routes:
         self._asking = 0
         self._built: dict[Hashable, tuple[float, bytes]] = {}
         self._pause = 0.0  # seconds
-        self._questions = Asking(dispatcher, self._admin, self._audit, self._caller, self._operated, limits)
+        self._questions = Asking(
+            dispatcher, self._admin, self._audit, self._caller, self._payer, self._operated, limits
+        )
 
     def application(self) -> web.Application:
         """Makes the application."""

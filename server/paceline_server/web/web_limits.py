@@ -72,5 +72,11 @@ class WebLimits:
     read_bytes: int = 64 << 20
     """The most bytes that it makes of them."""
 
+    sending_bytes: int = 128 << 20
+    """Bytes of stacks and traces that wait until they are sent. A payer alone may have half: the longest trace."""
+
+    send_s: float = 60.0
+    """Seconds to take such an answer: the longest needs some 1 MiB/s."""
+
 
 USUAL = WebLimits()
