@@ -109,7 +109,7 @@ def test_early_stopping_counts_an_evaluation_once_if_a_worker_dies_in_its_step(t
         before[:backward] + counts + DIES + before[backward:] + update + end, tmp_path, "paceline run --min 1"
     )
     assert "evaluated by 1" in printed
-    assert re.search(r"^rank 0: stopped after step 92, best loss 0.35\d, 9 steps skipped$", printed, re.MULTILINE)
+    assert re.search(r"^rank 0: stopped after step 92, best loss 0.35\d, 9 skipped$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: str(page.relative_to(ROOT)))
