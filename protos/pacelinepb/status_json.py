@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from pacelinepb.v1.admin_pb2 import GetJobResponse, GoneMember, JobEvent, JobPhase, JobSummary, JobTotals, MemberStatus
+from pacelinepb.v1.session_pb2 import Heartbeat
 
 __all__ = [
     "HEARTBEATS",
@@ -76,7 +77,7 @@ def _slow(there: Sequence[MemberStatus]) -> dict[str, str]:
     took = {status.member.member_id: status.progress.share / status.progress.speed for status in there}
     usual = median_low(took.values()) if took else 0.0
     return {
-        member_id: f"straggler: takes {time / usual:.1f} times as long as others for its share of the batch"
+        member_id: f"takes {time / usual:.1f} times as long as others for its share of the batch"
         for member_id, time in took.items()
         if time > STRAGGLER_TIMES * usual > 0
     }
@@ -86,23 +87,25 @@ def _behind(there: Sequence[MemberStatus], interval: float) -> dict[str, str]:
     waiting = [status for status in there if status.progress.inside]
     if not waiting:
         return {}
-    ahead = max(status.progress.operation for status in waiting)
-    entered = max(seconds(status.progress.since) for status in waiting if status.progress.operation == ahead)
+    ahead = max(waiting, key=lambda status: status.progress.operation).progress
+    entered = max(seconds(each.progress.since) for each in waiting if each.progress.operation == ahead.operation)
     if entered < interval:
         return {}
+    where = f"{ahead.doing or 'operation'} {ahead.operation}"
     return {
-        status.member.member_id: _sentence(status, ahead)
+        status.member.member_id: f"{_what_it_does(status.progress)}; others wait for it in {where}"
         for status in there
-        if status.progress.operation < ahead and seconds(status.silent) < entered
+        if status.progress.operation < ahead.operation and seconds(status.silent) < entered
     }
 
 
-def _sentence(status: MemberStatus, ahead: int) -> str:
-    progress = status.progress
+def _what_it_does(progress: Heartbeat) -> str:
     if not progress.operation:
-        return f"straggler: in no operation yet, others are in {ahead}"
-    where = "in" if progress.inside else "out of"
-    return f"straggler: {seconds(progress.since):.1f} s {where} operation {progress.operation}, others are in {ahead}"
+        return "has entered no operation yet"
+    if progress.inside:
+        doing = progress.doing or "operation"
+        return f"has been in {doing} {progress.operation} for {seconds(progress.since):.1f} s"
+    return f"has been computing for {seconds(progress.since):.1f} s"
 
 
 def job_as_dict(job: JobSummary) -> dict[str, Any]:

@@ -46,9 +46,9 @@ WAITING = member(0, 42, 2.0)
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        (member(1, 41, 2.04, inside=False), "straggler: 2.0 s out of operation 41, others are in 42"),
-        (member(1, 41, 3.0), "straggler: 3.0 s in operation 41, others are in 42"),
-        (member(1, 0, 0.0, inside=False), "straggler: in no operation yet, others are in 42"),
+        (member(1, 41, 2.04, inside=False), "has been computing for 2.0 s; others wait for it in operation 42"),
+        (member(1, 41, 3.0), "has been in operation 41 for 3.0 s; others wait for it in operation 42"),
+        (member(1, 0, 0.0, inside=False), "has entered no operation yet; others wait for it in operation 42"),
         (member(1, 42, 1.0), None),
         (member(1, 42, 0.1, inside=False), None),
         (member(1, 41, 2.0, inside=False, silent=2.5), None),  # what it did since the others entered is not known
@@ -65,7 +65,7 @@ def test_a_member_that_takes_five_times_as_long_for_its_share_is_a_straggler() -
     members = [member(rank, 42, 0.0, inside=False) for rank in range(3)]
     for status, speed in zip(members, (100.0, 19.0, 120.0), strict=True):
         status.progress.speed, status.progress.share = speed, 1 / 3
-    text = "straggler: takes 5.3 times as long as others for its share of the batch"
+    text = "takes 5.3 times as long as others for its share of the batch"
     assert stragglers(detail(*members)) == {"m1": text}
     members[1].progress.share = 0.2
     assert stragglers(detail(*members)) == {}, "it has a smaller share"

@@ -133,7 +133,7 @@ def test_state_of_a_member_tells_its_activity_or_its_wait(status: admin_pb2.Memb
 def test_a_straggler_is_marked_in_the_job_picture() -> None:
     late = member(1, operation=8)
     detail = job(member(0, operation=9, inside=True, since=3.0), late)
-    assert "straggler: 0.0 s out of operation 8, others are in 9" in drawn(job_picture(detail), width=120)
+    assert "has been computing for 0.0 s; others wait for it in operation 9" in drawn(job_picture(detail), width=120)
 
 
 def test_members_show_the_job_s_step_unless_they_lag() -> None:
