@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from paceline_protocol.coordinator import Effect, Event, JobState
+from paceline_server.happenings import Happening
 from paceline_server.measures import Histogram
-from paceline_server.tally import Happening, Tally
+from paceline_server.tally import Tally
 
 _log = logging.getLogger(__name__)
 

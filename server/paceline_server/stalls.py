@@ -33,21 +33,21 @@ _NAMED = 2
 
 
 class Pace:
-    """The time at which members of a view last got further, and how long they usually take, over all views."""
+    """How long members of a view usually take to get further, over all views; `moved_at` is when one last did."""
 
     def __init__(self, now: float) -> None:
-        self._moved_at = self._first_moved_at = self._usual_at = now
+        self.moved_at = self._first_moved_at = self._usual_at = now
         self._usual, self._gaps = 0.0, 0
         self._is_new = True  # nobody has told anything yet
 
     def begin(self, now: float) -> None:
         """Begins a new view."""
-        self._moved_at = self._first_moved_at = now
+        self.moved_at = self._first_moved_at = now
         self._is_new = False
 
     def moved(self, now: float, *, is_first: bool) -> None:
         """Takes note that a member has got further; `is_first` if it is rank 0, whose times say what is usual."""
-        self._moved_at, self._is_new = now, False
+        self.moved_at, self._is_new = now, False
         if is_first:
             gap = min(now - self._first_moved_at, _LONGEST_S)
             self._usual, self._gaps = max(gap, self._remembered(now)), self._gaps + 1
@@ -55,7 +55,7 @@ class Pace:
 
     def stood_since(self, at: float) -> None:
         """Takes note of since when a member is where it is, which an earlier coordinator has seen."""
-        self._moved_at = at if self._is_new else max(self._moved_at, at)
+        self.moved_at = at if self._is_new else max(self.moved_at, at)
         self._is_new = False
 
     def stands_for(self, now: float, heartbeat: float) -> float | None:
@@ -63,7 +63,7 @@ class Pace:
 
         `heartbeat` is the seconds between two heartbeats, before which nothing is known.
         """
-        seconds = now - self._moved_at
+        seconds = now - self.moved_at
         least = LEAST_S if self._gaps >= _FEWEST_GAPS else FIRST_S
         return seconds if seconds >= max(least, 2 * heartbeat, _TIMES * self._remembered(now)) else None
 
@@ -95,12 +95,12 @@ def _holds_up(now: float, members: Sequence[Session], patience: float) -> tuple[
     silent = [session for session in members if session.stream is None or now - session.heard > patience]
     late = [session for session in members if session.progress.operation < ahead.operation]
     if silent:
-        return f"{_names(silent)} {'does' if len(silent) == 1 else 'do'} not answer, others are in {where}", True
+        return f"{names_of(silent)} {'does' if len(silent) == 1 else 'do'} not answer, others are in {where}", True
     if late:
-        return f"{_names(late)} {'has' if len(late) == 1 else 'have'} not entered {where}", True
+        return f"{names_of(late)} {'has' if len(late) == 1 else 'have'} not entered {where}", True
     if len(inside) == len(members) > 1:
         return f"all {len(members)} workers are in {where}", False
-    return f"{_names(inside)} {'is' if len(inside) == 1 else 'are'} still in {where}", len(inside) < len(members)
+    return f"{names_of(inside)} {'is' if len(inside) == 1 else 'are'} still in {where}", len(inside) < len(members)
 
 
 def _in_parts(members: Sequence[Session], parts: Mapping[str, str]) -> str:
@@ -109,11 +109,12 @@ def _in_parts(members: Sequence[Session], parts: Mapping[str, str]) -> str:
     others = [session for session in members if not parts.get(session.member_id)]
     if not inside:
         return ""
-    text = f"{_names(inside)} {'is' if len(inside) == 1 else 'are'} in {parts[inside[0].member_id]}"
-    return f"{text}; {_names(others)} {'is' if len(others) == 1 else 'are'} in none" if others else text
+    text = f"{names_of(inside)} {'is' if len(inside) == 1 else 'are'} in {parts[inside[0].member_id]}"
+    return f"{text}; {names_of(others)} {'is' if len(others) == 1 else 'are'} in none" if others else text
 
 
-def _names(members: Sequence[Session]) -> str:
+def names_of(members: Sequence[Session]) -> str:
+    """Names some members in a sentence, at most `_NAMED` of them."""
     named = [
         f"{rank_name(session.rank or 0, session.settings.replica_size)} ({session.process.host})"
         for session in members[:_NAMED]

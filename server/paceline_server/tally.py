@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline_protocol import Counters, Ending, Seat, Verdict, View, rank_name
+from paceline_protocol import Counters, Ending, Seat, Verdict, View
 from paceline_protocol.coordinator import (
     AddressRefused,
-    DrainAsked,
     Effect,
     EndSession,
     Event,
@@ -27,7 +26,6 @@ from paceline_protocol.coordinator import (
     MetOthers,
     Registered,
     Reported,
-    RestartAsked,
     Resumed,
     Session,
     Standing,
@@ -36,6 +34,7 @@ from paceline_protocol.coordinator import (
     StreamEnded,
     ViewStored,
 )
+from paceline_server.happenings import Happening, cut, how_it_began, how_it_went, label, named, of_orders
 from paceline_server.history import History
 from paceline_server.measures import Histogram, Rate
 from paceline_server.reports import Reports
@@ -46,7 +45,7 @@ Use = Literal["committed", "undone", "reforming", "waiting"]
 
 USES: tuple[Use, ...] = ("committed", "undone", "reforming", "waiting")
 """The kinds of seconds of a job: training that counts, training that was undone, on the way to the next generation, or
-waiting for workers."""
+waiting for workers, also for one that holds up a stalled job."""
 
 CHANGE_REASONS = ("began", "lost", "joined", "drained", "mismatch", "raised", "skipped", "timeout", "other")
 
@@ -84,21 +83,6 @@ _NEWS_S = 5.0
 LEFT = "left the job"
 """How a member went that has not said of an error."""
 
-_NAMED = 3
-"""Members that an event names; of more it says how many."""
-
-_MOST_CHARACTERS = 300
-"""The most characters of an event's sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """Something worth an event."""
-
-    kind: str
-    generation: int
-    text: str
-
 
 @dataclass(slots=True)
 class Gone:
@@ -134,6 +118,7 @@ class _Member:
 class Tally:
     """Counts the events and seconds of one job, whose state it reads and does not change.
 
+    `started` is when the first worker came; None if an earlier coordinator has seen that.
     Seconds in `waited` and `state_time` are those of all members together. `samples` are those of committed steps.
     Hosts with disks of their own have one each of `checkpoint_failures`. `generations` are counted by `CHANGE_REASONS`.
 
@@ -155,12 +140,14 @@ class Tally:
         self._members = {id_: _Member(session, now, restored=True) for id_, session in state.sessions.items()}
         # An OrderedDict finds its first member at once, however many have been removed before.
         self._here = OrderedDict((id_, each) for id_, each in state.sessions.items() if each.stream is not None)
+        self.started: float | None = None
         self.samples = self.state_bytes = self.checkpoint_failures = 0
         self.waited = self.state_time = 0.0
         self._sent_bytes: Counter[str] = Counter()
         self._kinds: set[str] = set()
         self._seconds: dict[Use, float] = dict.fromkeys(USES, 0.0)
         self._mark = now  # seconds up to here are counted
+        self._stalled = 0.0  # seconds since then of stalls that have ended
         self._use: Use | None = None  # what the time since is, as far as that is known; None: of no job
         self._view: View | None = state.view  # the last one that formed
         self._began = now
@@ -188,9 +175,14 @@ class Tally:
         return dict(self._seconds)
 
     def goodput(self, now: float) -> float:
-        """Returns the share of the job's seconds that led to committed steps, 0 to 1; 0 if there are none."""
-        seconds = self.seconds(now)
-        total = sum(seconds.values())
+        """Returns the share of the job's seconds that led to committed steps, 0 to 1; 0 if there are none.
+
+        The seconds of a stall are in it at once.
+        """
+        seconds, stalled_at = self.seconds(now), self.reports.stalled_at
+        total = sum(seconds.values()) + self._stalled
+        if stalled_at is not None:
+            total += max(0.0, now - max(stalled_at, self._mark))
         return seconds["committed"] / total if total else 0.0
 
     def steps_per_second(self, now: float) -> float:
@@ -248,8 +240,8 @@ class Tally:
                     found += self._ended(now, event, member_id, endings.get(member_id), state)
         view = state.view
         if isinstance(event, ViewStored) and view is not None and view.generation == event.generation:
-            found += self._formed(now, view)
-        found += _of_orders(event, state)
+            found += self._formed(now, view, state)
+        found += of_orders(event, state)
         if isinstance(event, FinishStored) and state.finished is not None:
             self._reach(now, event.step)
             self._count(now, "committed" if self._word else None)
@@ -275,13 +267,24 @@ class Tally:
         if is_first:  # what it did before this coordinator started, the one before has counted
             before = event.counters
         self._add_up(before, event.counters, member.session.position)
-        self._advanced(now, event, member, before, state)
         if member.session.standing is Standing.IN_VIEW:
             more = event.counters.operations - before.operations
             self.reports.heard(now, event, member.session, more, was_before=is_first)
+            found += self._stall_changed(now, state)
+        self._advanced(now, event, member, before, state)
         if self.history.is_due(now):
             self._add_point(now)
         return found
+
+    def _stall_changed(self, now: float, state: JobState) -> list[Happening]:
+        stalled_at = self.reports.stalled_at
+        text = self.reports.stall_changed(now, state) if state.live is not None else ""
+        if not text:
+            return []
+        if stalled_at is None:
+            return [self._happening("stalled", text)]
+        self._stalled += now - max(stalled_at, self._mark)
+        return [self._happening("resumed", text)]
 
     def _add_point(self, now: float) -> None:
         values: dict[str, float] = {
@@ -346,6 +349,8 @@ class Tally:
         match event:
             case Registered(member_id) if (session := state.sessions.get(member_id)) is not None:
                 self._members[member_id] = _Member(session, now, joins=state.view is not None)
+                if self.started is None and len(self._members) == 1:
+                    self.started = now
             case StreamEnded(member_id):
                 self._suspect(member_id, now)
             case Resumed(member_id):
@@ -378,7 +383,7 @@ class Tally:
         if self._recovering is None:
             self._recovering = first
         self._signs.clear()
-        return [Happening("verdict", verdict.generation, _cut(verdict.text))]
+        return [Happening("verdict", verdict.generation, cut(verdict.text))]
 
     def _last_heard(self, verdict: Verdict, now: float) -> float:
         """When the first culprit was last heard of; nobody else has noticed that it was gone."""
@@ -400,11 +405,11 @@ class Tally:
         elif isinstance(event, LeftJob):
             how = f"raised {event.cause}"
         else:
-            how = ending.how if ending is not None else _how_it_went(event)
+            how = ending.how if ending is not None else how_it_went(event)
         if len(self.gone) == MOST_GONE and self.gone[0].loss:
             self._count_loss(self.gone[0], self.gone[0].loss)
         found_gone = isinstance(event, ExitReported) and event.found_gone
-        gone = Gone(now, member_id, session, _cut(how), found_gone)
+        gone = Gone(now, member_id, session, cut(how), found_gone)
         self.gone.append(gone)
         if isinstance(event, ExitReported) and event.output:
             self._keep_output(now, gone, event.output)
@@ -415,7 +420,7 @@ class Tally:
         if orderly and state.finished is not None:  # of 1,000 members that go when all is done, nobody wants to read
             return []
         kind = "left" if orderly else "lost"
-        return [self._happening(kind, f"{_label(session)} {how}", session.last_generation)]
+        return [self._happening(kind, f"{label(session)} {how}", session.last_generation)]
 
     def _add_up(self, before: Counters, now: Counters, position: int) -> None:
         """Adds to the sums what a member has counted since its last heartbeat. Members choose their numbers.
@@ -458,7 +463,7 @@ class Tally:
                 gone.how, gone.found_gone = event.how, event.found_gone
                 if gone.loss:
                     self._count_loss(gone, "exited")
-                text = f"{_label(gone.session)} {gone.how}"
+                text = f"{label(gone.session)} {gone.how}"
                 found.append(self._happening("lost", text, gone.session.last_generation))
         return found
 
@@ -466,9 +471,9 @@ class Tally:
         """Corrects how a member went: it was only silent, and now somebody has seen it end."""
         for gone in self.gone:
             if gone.member_id == member_id:
-                gone.how = _cut(ending.how)
+                gone.how = cut(ending.how)
 
-    def _formed(self, now: float, view: View) -> list[Happening]:
+    def _formed(self, now: float, view: View, state: JobState) -> list[Happening]:
         before, self._view = self._view, view
         known = {seat.member_id for seat in before.seats} if before is not None else set()
         new = [seat for seat in view.seats if seat.member_id not in known]
@@ -480,6 +485,15 @@ class Tally:
             self._kept = min(self._kept, view.base.step)
             self.step = view.base.step  # a line may begin at a checkpoint, further back or ahead
         self.generations[self._why(before, new, view)] += 1
+        why = []
+        if new and before is not None:
+            why.append(f"{named(new, short=True)} joined")
+        if before is not None and self._void is None:  # else the verdict says why
+            there = {seat.member_id for seat in view.seats}
+            gone = [seat for seat in before.seats if seat.member_id not in there]
+            # One that waits for another seat has not left: the size of the view may be a multiple of a number.
+            if left := [seat for seat in gone if not _waits(state.sessions.get(seat.member_id))]:
+                why.append(f"{named(left, short=True)} left")
         self._void = None
         self._signs.clear()
         self.reports.begin(now, {seat.member_id for seat in view.seats})
@@ -488,13 +502,10 @@ class Tally:
             if member is not None and member.joins:
                 member.joins = False
                 self.join.add(now - member.since)
-        count = len(view.seats)
-        start = f", from step {view.base.step}" if view.base is not None else ""
-        text = f"generation {view.generation} has begun with {count} member{'s' if count != 1 else ''}{start}"
-        found = [Happening("view", view.generation, text)]
+        found = [Happening("view", view.generation, cut(how_it_began(view, why)))]
         if new:
-            found.append(Happening("joined", view.generation, f"{_list(new)} joined"))
-        return found
+            found.append(Happening("joined", view.generation, f"{named(new)} joined"))
+        return [*found, *self._stall_changed(now, state)]
 
     def _why(self, before: View | None, new: list[Seat], view: View) -> str:
         if self._void is not None:
@@ -524,8 +535,10 @@ class Tally:
         use = use or self._use
         if until > self._mark:
             if use is not None:
-                self._seconds[use] += until - self._mark
-            self._mark = until
+                stalled = min(self._stalled, until - self._mark)
+                self._seconds["waiting"] += stalled
+                self._seconds[use] += until - self._mark - stalled
+            self._mark, self._stalled = until, 0.0
 
     def _reach(self, now: float, step: int) -> None:
         if step > self.step:
@@ -535,20 +548,11 @@ class Tally:
 
     def _happening(self, kind: str, text: str, generation: int | None = None) -> Happening:
         now_in = self._view.generation if self._view is not None else 0
-        return Happening(kind, now_in if generation is None else generation, _cut(text))
+        return Happening(kind, now_in if generation is None else generation, cut(text))
 
 
-def _of_orders(event: Event, state: JobState) -> list[Happening]:
-    generation = state.view.generation if state.view is not None else state.generation
-    match event:
-        case DrainAsked(member_ids, why):
-            sessions = [session for id_ in member_ids if (session := state.sessions.get(id_)) is not None]
-            names = ", ".join(map(_label, sessions[:_NAMED])) if len(sessions) <= _NAMED else f"{len(sessions)} members"
-            text = f"{names or 'nobody'} {'is' if len(sessions) < 2 else 'are'} to leave: {why}"
-            return [Happening("drained", generation, _cut(text))]
-        case RestartAsked():
-            return [Happening("restarted", generation, "the job is started anew: its last members are taken for dead")]
-    return []
+def _waits(session: Session | None) -> bool:
+    return session is not None and session.standing is Standing.CANDIDATE and not session.draining
 
 
 def _loss(event: Event, ending: Ending | None) -> str:
@@ -562,32 +566,3 @@ def _loss(event: Event, ending: Ending | None) -> str:
         case Registered():
             return "replaced"
     return "silent" if ending is not None and ending.how.startswith("was silent") else "evicted"
-
-
-def _how_it_went(event: Event) -> str:
-    """How a session has ended of which no ending is stored, because it had no seat in the last view."""
-    match event:
-        case ExitReported():
-            return event.how
-        case AddressRefused():
-            return "died: nobody listens at its address"
-        case Registered():
-            return "came back as a new member"
-    return "was silent for too long"
-
-
-def _label(session: Session) -> str:
-    process = session.process
-    size = session.settings.replica_size
-    name = rank_name(session.rank, size) if session.rank is not None else "a worker"
-    return f"{name} ({process.host}, pid {process.pid})"
-
-
-def _list(seats: list[Seat]) -> str:
-    if len(seats) > _NAMED:
-        return f"{len(seats)} workers"
-    return ", ".join(seat.label for seat in seats)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."

@@ -569,6 +569,24 @@ def test_events_are_listed_after_a_given_number() -> None:
     run(main)
 
 
+def test_a_running_job_says_which_members_are_slow_and_when_it_began() -> None:
+    async def main() -> None:
+        async with page() as p:
+            before = time.time()
+            line = Line(p.channel)
+            await line.begin(2)
+            tally = p.dispatcher.observatory.tally(asyncio.get_running_loop().time(), "digits")
+            assert tally is not None
+            tally.reports._slow.text = "rank 1 is slow"
+            detail = await p.get("/api/jobs/digits")
+            assert detail["job"]["reason"].endswith("; rank 1 is slow")
+            assert before - 1 <= detail["started"] <= detail["at"] <= time.time() + 1
+            await line.kill(line.members[1], 2)
+            assert "slow" not in (await p.get("/api/jobs/digits"))["job"]["reason"]
+
+    run(main)
+
+
 def test_concurrent_requests_share_one_answer_built_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = most = 0
 

@@ -85,7 +85,7 @@ class JobSummary(_message.Message):
     waiting: _builtins.int
     """Members that wait for a view."""
     reason: _builtins.str
-    """Why the job is in this phase: the policy's sentence, at most 64 KiB."""
+    """Why the job is in this phase: the policy's sentence, and which members are slow; at most 64 KiB."""
     min_workers: _builtins.int
     """The settings of its members; 0 while it has none."""
     max_workers: _builtins.int
@@ -211,7 +211,9 @@ class JobTotals(_message.Message):
     steps_per_second: _builtins.float
     """Committed steps in a second, over the last 10 s."""
     goodput: _builtins.float
-    """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it."""
+    """Seconds of training that led to committed steps, as a share of all seconds since the first step; 0 before it. Those
+    of a stall, also of one that lasts, led to none.
+    """
     operations: _builtins.int
     """Collectives and messages that rank 0 has begun: in a job without parts of the group, all collectives, each once."""
     operations_per_second: _builtins.float
@@ -275,8 +277,8 @@ class JobEvent(_message.Message):
     job: _builtins.str
     """Name of the job, at most 128 bytes."""
     kind: _builtins.str
-    """"view", "verdict", "joined", "left", "drained", "lost", "reason", "finished", "restarted" or "checkpoint". A reader
-    MUST take kinds that it does not know, of at most 64 bytes.
+    """"view", "verdict", "joined", "left", "drained", "lost", "reason", "stalled", "resumed", "finished", "restarted" or
+    "checkpoint". A reader MUST take kinds that it does not know, of at most 64 bytes.
     """
     generation: _builtins.int
     """The generation that the job was in, 0 for none."""

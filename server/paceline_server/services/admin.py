@@ -263,13 +263,14 @@ class AdminHandlers(AdminServiceServicer):
         concerned = state.concerned()
         tally = self._dispatcher.observatory.tally(now, state.name)
         stall = None if tally is None else tally.reports.stall(now, state)
+        slow = "" if tally is None or stall is not None else tally.reports.slow(state)
         return pb.JobSummary(
             name=state.name,
             phase=phase_of(state),
             generation=state.generation if state.view is None else state.view.generation,
             world_size=len(state.live.seats) if state.live is not None else 0,
             waiting=sum(session.standing is Standing.CANDIDATE for session in state.sessions.values()),
-            reason=membership.decision.reason,
+            reason=f"{membership.decision.reason}; {slow}" if slow else membership.decision.reason,
             waited=None if membership.waits_since is None else wire.to_duration(now - membership.waits_since),
             totals=_totals(now, tally),
             min_workers=concerned[0].settings.min_workers if concerned else 0,

@@ -359,8 +359,11 @@ class Routes:
             if members and len(members) % AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have a turn
             members.append(member)
-        at = self._dispatcher.observatory.wall_clock(self._now())
-        return {"at": at, **detail_as_dict(seen_by(role, detail), members)}
+        now, observatory = self._now(), self._dispatcher.observatory
+        tally = observatory.tally(now, name)
+        started = None if tally is None or tally.started is None else observatory.wall_clock(tally.started)
+        at = observatory.wall_clock(now)
+        return {"at": at, "started": started, **detail_as_dict(seen_by(role, detail), members)}
 
     @staticmethod
     def _now() -> float:

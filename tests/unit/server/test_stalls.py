@@ -216,3 +216,53 @@ def test_workers_that_wait_for_a_seat_log_nothing_for_the_job() -> None:
     assert job.tally.reports.logged(job.now) == {"loss": 1.0}
     assert job.tally.reports.total == 0
     assert len(job.tally.reports._logged) == 1
+
+
+def test_a_stall_has_one_event_when_it_begins_and_one_when_it_ends() -> None:
+    job = WatchedJob(3)
+    run_fast(job, 3)
+    beat(job, {0: 21, 1: 20, 2: 21}, 1.5)
+    assert job.told("stalled") == []
+    beat(job, {0: 21, 1: 20, 2: 21}, 11)
+    assert job.told("stalled") == ["the job is stalled: rank 1 (host-2) has not entered all_reduce 21"]
+    assert job.told("resumed") == []
+    beat(job, dict.fromkeys(range(3), 21), 0.5)
+    beat(job, dict.fromkeys(range(3), 22), 0.5)
+    assert job.told("resumed") == ["the job goes on after 12 s"]
+    assert len(job.told("stalled")) == 1
+
+
+def test_a_stall_that_a_loss_ends_goes_on_with_the_next_generation() -> None:
+    job = WatchedJob(3)
+    run_fast(job, 3)
+    beat(job, {0: 21, 1: 20, 2: 21}, 10)
+    job.kill(2)
+    assert job.told("resumed") == []
+    before = job.tally.goodput(job.now)
+    job.stop([job.members[0], job.members[2]], 0)
+    assert job.told("resumed") == ["the job goes on after 10 s"]
+    assert job.tally.goodput(job.now) == before
+    assert job.tally._stalled == 0.0, "its seconds are counted"
+
+
+def test_a_stall_lowers_the_goodput_at_once_and_for_good() -> None:
+    job = WatchedJob(2)
+    for step in range(1, 31):
+        for member in job.members:
+            job.do(Heard(member, Progress(step, job.now, False, step, job.now), Counters(operations=step)))
+        job.now += 0.5
+    counted, waiting = sum(job.seconds.values()), job.seconds.get("waiting", 0.0)
+    committed = job.seconds["committed"]
+    assert job.tally.goodput(job.now) == pytest.approx(committed / counted)
+    for _ in range(20):
+        for member, operation in zip(job.members, (31, 30), strict=True):
+            told = Progress(operation, job.now, operation == 31, 30, job.now, "all_reduce")
+            job.do(Heard(member, told, Counters(operations=operation)))
+        job.now += 0.5
+    assert len(job.told("stalled")) == 1
+    assert job.tally.goodput(job.now) == pytest.approx(committed / (counted + 10), rel=0.01)
+    for member in job.members:
+        job.do(Heard(member, Progress(31, job.now, False, 31, job.now), Counters(operations=31)))
+    assert len(job.told("resumed")) == 1
+    assert job.seconds["waiting"] - waiting == pytest.approx(10)
+    assert job.tally.goodput(job.now) == pytest.approx((committed + 0.5) / (counted + 10.5))

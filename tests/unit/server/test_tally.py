@@ -20,9 +20,10 @@ from paceline_protocol.coordinator import (
     MetOthers,
     RestartAsked,
 )
+from paceline_server.happenings import Happening
 from paceline_server.history import MOST_POINTS
 from paceline_server.observatory import MOST_EVENTS, SHOWN_EVENTS, Observatory
-from paceline_server.tally import KEPT_S, Happening, Tally
+from paceline_server.tally import KEPT_S, Tally
 from pacelinepb.v1.errors_pb2 import ErrorReason
 from support.coordinator import PureJob
 
@@ -100,7 +101,7 @@ def test_a_joining_member_starts_a_generation_and_counts_a_join() -> None:
     assert job.tally.committed == 2
     assert (sum(job.tally.join.counts), job.tally.join.total) == (1, pytest.approx(0.75))
     assert job.told("joined")[-1] == "rank 2 (host-3, pid 1003) joined"
-    assert job.told("view")[-1] == "generation 3 has begun with 3 members, from step 2"
+    assert job.told("view")[-1] == "generation 3 has begun from step 2 with 3 workers: rank 2 (host-3) joined"
 
 
 def test_a_drained_member_is_not_counted_as_lost() -> None:
@@ -112,6 +113,7 @@ def test_a_drained_member_is_not_counted_as_lost() -> None:
     job.leave(job.members[1])
     assert job.told("drained") == ["rank 1 (host-2, pid 1002) is to leave: an operator asked for it"]
     assert job.told("left") == ["rank 1 (host-2, pid 1002) left after a drain"]
+    assert job.told("view")[-1] == "generation 3 has begun from step 1 with 1 worker: rank 1 (host-2) left"
     assert not job.tally.members_lost
     assert job.tally.generations["drained"] == 1
 
