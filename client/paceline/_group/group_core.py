@@ -38,6 +38,7 @@ from paceline.errors import (
     StepOrderError,
     UnsupportedOp,
 )
+from pacelinepb.debug.records import group_name
 
 PIGGYBACK_SIZE = 26
 """Most numbers in a piggyback."""
@@ -282,7 +283,7 @@ class GroupCore:
         if not inside:
             return ""
         progress, part = min(inside, key=lambda found: found[0].since)
-        return f"{part.doing(progress.operation)} {progress.operation} of group {part.bound.name!r}"
+        return f"{part.doing(progress.operation)} {progress.operation} of group {group_name(part.bound.name)!r}"
 
     def doing(self, operation: int) -> str:
         """Returns the kind of an operation, "all_reduce"; "operation" if it is not recorded any more."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -27,6 +28,14 @@ _EARLIEST, _LATEST = 946_684_800.0, 4_102_444_800.0
 
 GroupKey = tuple[str, int]
 """A group in one generation: its name, and the lowest rank in the view among its members."""
+
+
+def group_name(name: str) -> str:
+    """Returns a group's name for people: "tp 1" for the first that its members have called "tp".
+
+    The name itself has a digest of the members, too, which tells it from groups of others.
+    """
+    return re.sub(r"(?:^|(?<=/))[0-9a-f]{16}-(\w*)-(\d+)(?=/|$)", lambda found: " ".join(found.groups()).strip(), name)
 
 
 @dataclass(frozen=True, slots=True)

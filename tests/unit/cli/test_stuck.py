@@ -96,6 +96,14 @@ def test_groups_of_one_name_are_distinguished_by_their_members() -> None:
     assert part.missing == {1: "has not entered it: it is in all_reduce 8 (op=sum float32[1024]), for 2.5 s"}
 
 
+def test_a_group_is_named_without_the_digest_of_its_members() -> None:
+    group = ("b31087bb0123abcd-tp-1", 0)
+    there = [record(0, waits(5, 2.0, group=group), groups={group[0]: (0, 1)}), record(1, groups={group[0]: (0, 1)})]
+    found = find_stuck(there, {}).findings[0]
+    assert "of group 'tp 1' (from rank 0)" in found.text
+    assert found.group == group[0]
+
+
 def test_a_receive_without_its_message_is_reported() -> None:
     waiting = waits(0, 3.0, kind="recv", detail="from=1 tag=7", array="", bytes=None)
     finding = only([record(0, waiting, size=2), record(1, done(4, 3.0), size=2)], {})

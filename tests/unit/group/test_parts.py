@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from paceline._base.work import Progress
 from paceline._group import Group
 from paceline._links.base import Peer
 from paceline._links.local import local_meshes, next_meshes
@@ -22,6 +23,7 @@ from paceline.errors import (
     UnsupportedOp,
 )
 from paceline.testing import local_groups, next_generation, run_groups
+from pacelinepb.debug.records import group_name
 from support.parts import at_once, be_patient, each, local_mesh, on_hosts, total, world_of
 
 # Who is in a part
@@ -83,6 +85,25 @@ def test_roots_and_messages_in_a_part_use_ranks_of_the_part() -> None:
     assert found[1] == ([3], None, (40, 2), [0, 10, 20])
     assert found[3] == ([3], None, (10, 0), [1, 11, 21])
     assert found[4] == ([3], [1, 3, 4], (30, 1), [2, 12, 22])
+
+
+@pytest.mark.parametrize(("name", "shown"), [("tp", "tp 1"), ("", "1")])
+def test_a_member_that_waits_in_a_part_says_its_name_without_a_digest(
+    monkeypatch: pytest.MonkeyPatch, name: str, shown: str
+) -> None:
+    def rank(group: Group) -> str:
+        part = group.subgroup([0], name=name)
+        lane = part._core.bound.lane
+        assert group._core.waits_in_part() == ""
+        monkeypatch.setattr(type(lane), "progress", Progress(5, 1.0, True))
+        return group._core.waits_in_part()
+
+    assert run_groups(local_groups(1), rank) == [f"operation 5 of group '{shown}'"]
+
+
+def test_names_of_parts_of_parts_have_no_digests() -> None:
+    assert group_name("0123456789abcdef-tp-1/fedcba9876543210--2") == "tp 1/2"
+    assert group_name("split1/node") == "split1/node"
 
 
 def test_messages_of_a_part_and_of_the_view_do_not_mix() -> None:

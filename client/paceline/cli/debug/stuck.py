@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pacelinepb.debug.records import GroupKey, MemberRecord, RecordedOperation
+from pacelinepb.debug.records import GroupKey, MemberRecord, RecordedOperation, group_name
 
 LEAST_S = 0.5
 """Seconds after which a wait is worth a word. Records of a job that runs are milliseconds apart, and so differ too."""
@@ -286,4 +286,4 @@ class _View:
 
 
 def _of_group(group: GroupKey) -> str:
-    return f" of group {group[0]!r} (from rank {group[1]})" if group[0] else ""
+    return f" of group {group_name(group[0])!r} (from rank {group[1]})" if group[0] else ""
