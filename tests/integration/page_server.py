@@ -115,6 +115,7 @@ class PageServer:
         answers: what it answers to operators, by what they ask for: "output", "stacks", "trace".
         asked: what operators asked for, and with which query.
         at: the coordinator's clock in the next message; `push` moves it on by half a second.
+        started: when the jobs began; None if that is not known.
         silent: words that an address has if it gets no answer at all, as if the network had swallowed it.
         swallowed: set once there was such a request.
         may_drain: False if its callers may look only.
@@ -139,6 +140,7 @@ class PageServer:
         self.answers: dict[str, Any] = {}
         self.asked: list[str] = []
         self.at = 1.8e9
+        self.started: float | None = None
         self.silent = ""
         self.swallowed = asyncio.Event()
         self.may_drain = True
@@ -180,7 +182,7 @@ class PageServer:
         details = [detail_as_dict(job) for job in self.jobs if name in (None, job.summary.name)]
         if name is None:
             return {"jobs": [detail["job"] for detail in details]}
-        return details[0] | {"events": details[0]["events"][-20:], "at": self.at}
+        return details[0] | {"events": details[0]["events"][-20:], "at": self.at, "started": self.started}
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:

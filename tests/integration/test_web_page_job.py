@@ -24,7 +24,9 @@ def test_a_stalled_job_names_the_late_rank_first() -> None:
             above = f"{texts}.find((one) => !one.children.length)"
             assert await page.run(f"{above}.id") == "stall"
             amber = "(selector) => getComputedStyle(document.querySelector(selector)).color"
-            assert await page.run(f"({amber})('#stall')") == "rgb(138, 90, 0)"
+            await page.until("document.querySelector('#plot-goodput b')")
+            for place in ("#stall", "#plot-goodput b"):
+                assert await page.run(f"({amber})({place!r})") == "rgb(138, 90, 0)"
             assert await page.text("#phase.warn") == "stalled"
             assert (await page.run("document.title")).startswith("digits: stalled")
             assert not await page.run("document.querySelector('#why').checkVisibility()")
@@ -32,6 +34,7 @@ def test_a_stalled_job_names_the_late_rank_first() -> None:
             server.push()
             await shown(page, "training with all 4 workers", "#why")
             assert not await page.run("document.querySelector('#stall').checkVisibility()")
+            assert await page.run(f"({amber})('#plot-goodput b')") != "rgb(138, 90, 0)"
 
             job.summary.stalled.FromSeconds(200)
             await page.go(server.url + "?jobs")
@@ -198,6 +201,58 @@ def test_a_click_on_a_host_shows_only_its_workers() -> None:
     run(main)
 
 
+def test_a_filter_that_no_worker_matches_says_so() -> None:
+    async def main() -> None:
+        async with page_server(new_job()) as server, browser() as chromium:
+            page = await chromium.page(server.url + "?job=digits")
+            await page.until(f"{ROWS}.length === 4")
+            says = "document.querySelector('#no-match').checkVisibility()"
+            assert not await page.run(says)
+            await page.run("document.querySelector('#filter').focus()")
+            await page.type("xyz")
+            assert await page.text("#no-match") == "no worker matches 'xyz'"
+            await page.click("#hosts button")
+            assert await page.text("#no-match") == "no worker on host-b matches 'xyz'"
+            await page.run("document.querySelector('#filter').select()")
+            await page.type("training")
+            assert not await page.run(says)
+
+    run(main)
+
+
+def test_a_loss_is_one_event_with_the_last_news_of_it() -> None:
+    async def main() -> None:
+        job = new_job(generation=2)
+        who, other = "rank 2 (host-c, pid 7)", "rank 3 (host-d (old), pid 8)"
+        for kind, text in (
+            ("view", "generation 1 has begun"),
+            ("verdict", f"{who} has ended"),
+            ("lost", f"{who} has ended"),
+            ("lost", f"{other} has ended"),
+            ("verdict", "rank 0 has called another collective"),
+            ("lost", f"{who} was killed by SIGKILL"),
+        ):
+            add_event(job, kind, text)
+        add_event(job, "lost", f"{who} was killed again", 2)  # in a container each is process 7
+        async with page_server(job) as server, browser() as chromium:
+            page = await chromium.page(server.url + "?job=digits")
+            await page.until(f"{ROWS}.length === 4")
+            texts = "[...document.querySelectorAll('#events .text')].map((text) => text.textContent)"
+            assert await page.run(texts) == [
+                f"{who} was killed again",
+                "rank 0 has called another collective",
+                f"{other} has ended",
+                f"{who} was killed by SIGKILL",
+                "generation 1 has begun",
+            ]
+            add_event(job, "lost", f"{other} exited with code 1")
+            server.push()
+            await shown(page, f"{other} exited with code 1", "#events li:nth-child(3)")
+            assert await page.run(f"{texts}.length") == 5
+
+    run(main)
+
+
 def test_each_logged_name_has_a_tile_and_the_first_have_plots() -> None:
     async def main() -> None:
         job = new_job()
@@ -233,7 +288,10 @@ def test_plots_begin_before_the_page_was_opened() -> None:
     async def main() -> None:
         job = new_job(generation=3)
         for generation in (1, 2, 3):
-            add_event(job, "view", "4 workers train", generation, at=1.8e9 - 1000 * (4 - generation))
+            at = 1.8e9 - 1000 * (4 - generation)
+            add_event(job, "view", f"generation {generation} has begun", generation, at)
+            if generation == 1:
+                add_event(job, "verdict", "rank 2 (host-c, pid 7) was lost", generation, at + 900)
         async with page_server(job) as server, browser() as chromium:
             server.history = {
                 **{"at": [1.8e9 - 10 * n for n in range(300, 0, -1)], "step": [n // 10 for n in range(300)]},
@@ -253,7 +311,18 @@ def test_plots_begin_before_the_page_was_opened() -> None:
             marks = await page.run(
                 "[1.8e9 - 2000, 1.8e9 - 1000].map((at) => new Date(1000 * at).toLocaleTimeString([], {hour12: false}))"
             )
-            assert label.endswith(f"; a new generation at {', '.join(marks)}"), label
+            causes = ["generation 2 has begun: rank 2 (host-c, pid 7) was lost", "generation 3 has begun"]
+            said = [f"{at}: {text}" for at, text in zip(marks, causes, strict=True)]
+            assert label.endswith(f"; at {said[0]}; at {said[1]}"), label
+            assert await page.run("document.querySelector('#marks').checkVisibility()")
+            for across, mark in ((1 / 3, said[0]), (1 / 2, ""), (2 / 3, said[1])):
+                await page.point("#plot-steps .u-over", across)
+                await page.until(f"document.querySelector('#plot-steps .mark').textContent === {mark!r}")
+                near = [1.8e9 - 3000 + 3000 * across + seconds for seconds in (-20, -10, 0, 10, 20)]  # a pixel is 8 s
+                times = f"{near}.map((at) => new Date(1000 * at).toLocaleTimeString([], {{hour12: false}}))"
+                assert await page.text("#plot-bytes .time") in await page.run(times), "all plots show the time"
+                shown_ones = "[...document.querySelectorAll('.mark')].filter((one) => one.checkVisibility()).length"
+                assert await page.run(shown_ones) == bool(mark)
             assert await page.run("document.querySelector('#span button').ariaPressed") == "true"
             await page.click("#span button:last-child")
             label = await page.run("document.querySelector('#plot-steps .chart').ariaLabel")
@@ -334,9 +403,13 @@ def test_tiles_show_progress_and_the_last_checkpoint() -> None:
             totals.checkpoint_step = 400
             totals.checkpoint_ago.FromSeconds(12)
             job.summary.total = 0
+            assert "started" not in tiles, "an earlier coordinator has seen it"
+            server.started = server.at - 180
             server.push()
             await shown(page, "step 400, 12 s ago", "#tiles")
             tiles = await page.run(TILES)
+            start = await page.run(f"new Date({1000 * server.started}).toLocaleTimeString([], {{hour12: false}})")
+            assert tiles["started"] == f"{start}, 3 min ago"
             assert tiles["progress"] == "step 430"
             assert "time left" not in tiles
 

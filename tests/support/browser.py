@@ -100,6 +100,14 @@ class Page:
         """Clicks with the mouse in the middle of an element, once it is there, visible, and above all others."""
         await self._page.locator(selector).first.click()
 
+    async def point(self, selector: str, across: float) -> None:
+        """Moves the mouse over an element: to its left edge with 0, to its right edge with 1."""
+        there = self._page.locator(selector).first
+        await there.scroll_into_view_if_needed()
+        box = await there.bounding_box()
+        assert box is not None
+        await there.hover(position={"x": across * box["width"], "y": box["height"] / 2})
+
     async def press(self, key: str) -> None:
         """Presses and releases a key: "Tab", "Enter", "Escape"."""
         await self._page.keyboard.press(key)

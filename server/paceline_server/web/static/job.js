@@ -4,7 +4,7 @@ import { get } from "./connection.js";
 import { openMenu } from "./dialogs.js";
 import { inOrder, plots } from "./plots.js";
 import { Rows, element, setClass, setText } from "./rows.js";
-import { DASH, about, clock, hasSteps, headline, kindOf, lasted, logged, many, nameOf, pace, phaseOf, progress, short, whole } from "./words.js";
+import { DASH, about, clock, day, hasSteps, headline, kindOf, lasted, logged, many, nameOf, pace, phaseOf, progress, short, whole, withoutDoubles } from "./words.js";
 import { showWorkers } from "./workers.js";
 
 const MOST_EVENTS = 500;
@@ -127,7 +127,16 @@ function generations() {
   }
   const entries = [...found.values()].sort((a, b) => a.generation - b.generation);
   entries.forEach((entry, number) => (entry.to ??= entries[number + 1]?.from ?? null));
-  return entries.reverse().slice(0, MOST_GENERATIONS);
+  return entries.reverse();
+}
+
+/** The times at which generations began that are not the first, and why: what ended the one before, or who has come. */
+function marks(entries) {
+  const began = entries.filter(({ generation, text }) => generation > 1 && text);
+  return began.reverse().map(({ generation, from, text }) => {
+    const before = entries.find((entry) => entry.generation < generation);
+    return { at: from, text: before?.verdict ? `generation ${generation} has begun: ${before.verdict}` : text };
+  });
 }
 
 const generationRows = new Rows($("generations"), {
@@ -156,7 +165,7 @@ const eventRows = new Rows($("events"), {
     row.append(element("time", "", clock(event.at)), element("span", `kind ${mood}`, name), element("span", "text", event.text));
     return row;
   },
-  fill() {},
+  fill: (row, event) => setText(row.lastElementChild, event.text),
 });
 
 const inGoodOrder = ({ how }) => how.startsWith("left ");
@@ -222,6 +231,7 @@ function tiles({ totals, ...job }) {
     ...(job.waiting ? [["waiting", `${job.waiting}`]] : []),
     ...(finished || job.waited_s === null ? [] : [["has waited", lasted(job.waited_s)]]),
     ["generation", `${job.generation}`],
+    ...(typeof detail.started === "number" ? [["started", `${day(detail.started, detail.at)}, ${about(Math.max(0, detail.at - detail.started))} ago`]] : []),
     ...(totals.samples ? [["samples", short(totals.samples)]] : []),
     ["workers lost", `${totals.members_lost}`],
     ...(ofSteps ? [["steps undone", `${totals.undone}`]] : []),
@@ -238,6 +248,7 @@ function showHeadline(job) {
   setText($("phase"), phase);
   setClass($("phase"), `phase ${mood}`);
   $("stall").hidden = !stalled;
+  $("plots").classList.toggle("stalled", stalled);
   setText($("stall"), stalled ? headline(job) : "");
   $("why").hidden = stalled;
   setText($("why"), headline(job));
@@ -259,8 +270,8 @@ function showJob() {
   for (const event of newestFirst.splice(MOST_EVENTS)) {
     if ((event.kind !== "view" && event.kind !== "verdict") || ++changes > MOST_EVENTS) events.delete(event.number);
   }
-  eventRows.update(newestFirst);
-  generationRows.update(generations());
-  const began = [...events.values()].filter((event) => event.kind === "view" && event.generation > 1);
-  plots.show(job, began.map(({ at }) => at).sort((a, b) => a - b));
+  eventRows.update(withoutDoubles(newestFirst));
+  const entries = generations();
+  generationRows.update(entries.slice(0, MOST_GENERATIONS));
+  plots.show(job, marks(entries));
 }

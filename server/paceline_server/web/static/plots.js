@@ -9,6 +9,7 @@ const SHORT_S = 180; // the choice "last 3 min"
 const LEAST_S = 20; // a plot shows at least so many seconds
 const MOST_LOGGED = 4; // plots of what the script logs
 const LOAD_S = 5;
+const NEAR_PX = 8; // so close to a mark the mouse points at it
 
 const TICKS_S = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
@@ -51,8 +52,11 @@ class Plot {
       caption.append(value);
       return value;
     });
+    this.time = caption.appendChild(element("span", "time"));
     this.room = element("div", "chart");
     this.room.role = "img";
+    this.mark = this.room.appendChild(element("p", "mark"));
+    this.mark.hidden = true;
     figure.append(caption, this.room);
     Object.assign(this, { figure, title, lines, text, range });
     new ResizeObserver(() => this.chart?.setSize(this.size())).observe(this.room);
@@ -91,7 +95,10 @@ class Plot {
 
   caption() {
     const last = this.data[0].length - 1;
-    const index = this.chart?.cursor.idx ?? last;
+    const pointed = this.chart?.cursor.idx ?? null;
+    const index = pointed ?? last;
+    setText(this.time, pointed === null ? "" : clock(this.data[0][pointed]));
+    this.sayMark(pointed === null ? null : this.chart.cursor.left);
     this.shown.forEach((value, number) => {
       const [name] = this.lines[number];
       const column = this.data[number + 1];
@@ -100,12 +107,20 @@ class Plot {
     });
   }
 
+  /** Says what the mark is at which the mouse points, if it does. */
+  sayMark(left) {
+    const distance = ({ at }) => Math.abs(this.chart.valToPos(at, "x") - left);
+    const [near] = left === null || !this.room.matches(":hover") ? [] : this.marks.filter((mark) => distance(mark) <= NEAR_PX).sort((a, b) => distance(a) - distance(b));
+    this.mark.hidden = !near;
+    setText(this.mark, near ? `${clock(near.at)}: ${near.text}` : "");
+  }
+
   drawMarks({ ctx, bbox, valToPos }) {
     ctx.save();
     ctx.strokeStyle = color("--mark");
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
-    for (const at of this.marks) {
+    for (const { at } of this.marks) {
       const x = valToPos(at, "x", true);
       if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
       ctx.beginPath();
@@ -121,8 +136,8 @@ class Plot {
     if (this.chart) this.chart.setData(data);
     else if (uPlot) this.draw();
     this.caption();
-    const inside = marks.filter((at) => at >= this.times(data[0][0], data[0].at(-1))[0]);
-    const when = inside.length ? `; a new generation at ${inside.slice(-10).map(clock).join(", ")}` : "";
+    const inside = marks.filter(({ at }) => at >= this.times(data[0][0], data[0].at(-1))[0]);
+    const when = inside.slice(-10).map(({ at, text }) => `; at ${clock(at)}: ${text}`).join("");
     setLabel(this.room, `${this.title} since ${clock(Math.max(data[0][0], this.times(data[0][0], data[0].at(-1))[0]))}${when}`);
   }
 }
@@ -197,11 +212,12 @@ export const plots = {
   series: new Series(),
   last: null,
 
-  /** Shows what is known of a job; `marks` are the times when generations began. */
+  /** Shows what is known of a job; `marks` are the times when generations began, oldest first, each with its text. */
   show(job, marks) {
     this.last ??= (load(), null); // when there is something to draw
     this.last = [job, marks];
     for (const one of spans) one.ariaPressed = `${one.textContent === span}`;
+    document.getElementById("marks").hidden = marks.length === 0;
     if (this.series.points.length === 0) return;
     const times = this.series.times();
     rows.update(wanted(this.series, job).map((plot) => ({ ...plot, times, marks })));

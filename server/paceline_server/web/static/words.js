@@ -24,6 +24,9 @@ export const sum = (numbers) => Object.values(numbers ?? {}).reduce((total, each
 export const clock = (at) => new Date(1000 * at).toLocaleTimeString([], { hour12: false });
 export const many = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** A moment, with the date if it was not today. */
+export const day = (at, now) => (new Date(1000 * at).toDateString() === new Date(1000 * now).toDateString() ? clock(at) : `${new Date(1000 * at).toLocaleDateString()} ${clock(at)}`);
+
 /** A time span; with tenths of a second if it is short. */
 export function lasted(seconds) {
   return seconds < 10 ? `${seconds.toFixed(1)} s` : about(seconds);
@@ -118,6 +121,26 @@ const KINDS = {
   joined: ["joined", "good"],
   left: ["left", "warn"],
   drained: ["drained", "warn"],
+  stalled: ["stalled", "warn"],
+  resumed: ["goes on", "good"],
 };
 
 export const kindOf = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : [kind, ""]);
+
+/**
+ * Events, newest first, with one entry for each loss: in place of the first news of it, with the words of the last.
+ *
+ * A link tells that a worker has gone before its launcher tells how, and the verdict on the generation says it again.
+ */
+export function withoutDoubles(newestFirst) {
+  const losses = new Map(); // by generation and worker
+  const said = new Set();
+  for (const event of newestFirst.filter(({ kind }) => kind === "lost")) {
+    const key = `${event.generation} ${/^.*?\(.*?, pid \d+\)/.exec(event.text)?.[0] ?? event.text}`;
+    losses.set(key, { ...event, text: losses.get(key)?.text ?? event.text });
+    said.add(`${event.generation} ${event.text}`);
+  }
+  const first = new Map([...losses.values()].map((event) => [event.number, event]));
+  const isDouble = ({ kind, number, generation, text }) => (kind === "lost" ? !first.has(number) : kind === "verdict" && said.has(`${generation} ${text}`));
+  return newestFirst.filter((event) => !isDouble(event)).map((event) => first.get(event.number) ?? event);
+}

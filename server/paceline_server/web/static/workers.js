@@ -211,4 +211,6 @@ function redraw() {
   standingRows.update([...counts].sort(([a], [b]) => (a < b ? -1 : 1)));
   chooseColumns(shown, mayActNow);
   rows.update(inOrder(shown));
+  $("no-match").hidden = shown.length === 0 || shown.some(matches);
+  setText($("no-match"), `no worker${host === null ? "" : ` on ${host}`} matches '${$("filter").value.trim()}'`);
 }
