@@ -38,7 +38,7 @@ def slow(job: WatchedJob) -> str:
             (0.2, 0.8, 0.8, 0.2, 0.2),
             "rank 1 (host-2) and rank 2 (host-3) are slow: the others wait 0.6 s for them in each step",
         ),
-        ((0.8, 0.8, 0.8, 0.7), ""),  # so small a difference is usual
+        ((0.7, 0.7, 0.7, 0.8), ""),  # so small a difference is usual
         ((0.2, 0.8, 0.8, 0.8), ""),  # one that is fast makes the others not slow
         ((0.01, 0.01, 0.05, 0.01), ""),  # too short to matter
     ],
@@ -55,11 +55,11 @@ def test_a_job_without_steps_counts_operations() -> None:
     assert slow(job) == "rank 2 (host-3) is slow: the others wait 0.6 s for it in each operation"
 
 
-def test_a_single_long_step_makes_no_member_slow() -> None:
+def test_a_few_long_steps_make_no_member_slow() -> None:
     job = WatchedJob(3)
-    train(job, (1.0, 1.0, 15.0), 45)
+    train(job, (1.0, 1.0, 15.0), 60)
     assert slow(job) == ""
-    train(job, (1.0, 1.0, 15.0), 30)
+    train(job, (1.0, 1.0, 15.0), 15)
     assert slow(job) == "rank 2 (host-3) is slow: the others wait 14.0 s for it in each step"
 
 

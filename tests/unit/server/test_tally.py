@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from paceline_protocol.coordinator import (
     LeftJob,
     MetOthers,
     RestartAsked,
+    Standing,
 )
 from paceline_server.happenings import Happening
 from paceline_server.history import MOST_POINTS
@@ -65,6 +67,7 @@ def test_a_killed_member_is_counted_with_its_detection_and_recovery() -> None:
     assert job.told("verdict") == ["rank 2 (host-3, pid 1003) was killed by SIGKILL"]
     job.now += 0.05
     job.stop(job.members[:2], 2)
+    assert job.told("view")[-1] == "generation 3 has begun from step 2 with 2 workers", "the verdict says why"
     job.step(job.members[0], 3, 0.2, samples=30, undone=1, sent_bytes={"shm": 300})
     job.step(job.members[1], 3, 0.0, undone=1)
     assert job.tally.recovery.total == 0, "its first step is under way"
@@ -116,6 +119,17 @@ def test_a_drained_member_is_not_counted_as_lost() -> None:
     assert job.told("view")[-1] == "generation 3 has begun from step 1 with 1 worker: rank 1 (host-2) left"
     assert not job.tally.members_lost
     assert job.tally.generations["drained"] == 1
+
+
+def test_a_member_that_waits_for_another_seat_has_not_left() -> None:
+    """The size of a view may have to be a multiple of a number."""
+    job = WatchedJob(2)
+    view = job.state.live
+    assert view is not None
+    smaller = replace(view, generation=3, seats=view.seats[:1])
+    job.state.sessions[job.members[1]].standing = Standing.CANDIDATE
+    told = job.tally._formed(job.now, smaller, job.state)
+    assert [each.text for each in told] == ["generation 3 has begun from step 0 with 1 worker"]
 
 
 def test_a_member_that_resumed_before_its_probe_is_not_suspected() -> None:
@@ -336,6 +350,19 @@ def test_a_restored_tally_does_not_recount_checkpoints() -> None:
     assert told(13, **kept(10, 3, 3.0)) == []
     assert (sum(later.checkpoint.counts), later.checkpoint_step) == (0, 10)
     assert told(22, **kept(20, 4, 3.5)) == ["checkpoint of step 20 is complete, in 0.5 s"]
+
+
+def test_a_job_starts_with_its_first_worker_unless_an_earlier_coordinator_saw_that() -> None:
+    job = WatchedJob(2)
+    started = job.tally.started
+    assert started is not None
+    assert started < job.now
+    job.now += 5
+    job.join(1, 9)
+    assert job.tally.started == started
+    job.tally, job._falls = Tally(job.now, job.state), {}
+    job.join(1, 9)
+    assert job.tally.started is None
 
 
 def test_a_restart_is_recorded_as_an_event() -> None:
