@@ -1,4 +1,4 @@
-"""A rank that leaves out a collective of a step: the others say so, and do not take over what it has made of the step."""
+"""A rank that leaves out a collective of a step: the others say so, and do not take over what it has made of it."""
 
 from __future__ import annotations
 
