@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.broken import Broken
 from simulation.checks import Checks
-from simulation.replicas import InsideBroken
+from simulation.replicas import InsideBroken, Replica
 
 from paceline.errors import ReplicaLost
 from paceline_protocol import Tag, View, lane
@@ -65,6 +65,7 @@ class LaneChecks(Checks):
             each._bits = self._bits
         self.declared = False
         self._given: dict[tuple[int, int], object] = {}
+        self._closed: dict[tuple[int, Replica], set[Process]] = {}
 
     @property
     def finished(self) -> tuple[object, ...] | None:  # type: ignore[override]
@@ -129,7 +130,8 @@ class LaneChecks(Checks):
     def forgot(self, generation: int) -> None:
         holding = [member for checks in self._lines_of for member in checks.holding(generation)]
         for replica in self._world.replicas:
-            if replica.is_there and all(rank in holding for rank in replica.ranks):
+            states = {rank.held for rank in replica.ranks}  # ranks with different states hold none between them
+            if replica.is_there and all(rank in holding for rank in replica.ranks) and len(states) == 1:
                 raise Broken(f"I2: generation {generation} is forgotten, and {replica} hold its state")
 
     # The members ------------------------------------------------------------------------------------------------------
@@ -150,7 +152,14 @@ class LaneChecks(Checks):
         self._lines_of[member.position].applied(member, mesh, step)
 
     def closed(self, member: Process) -> None:
-        self._lines_of[member.position].closed(member)
+        """The closing word is that of a lane; the mates agree after it, or close in another generation."""
+        place = member.place
+        assert place is not None
+        closed = self._closed.setdefault((place.generation, member.replica), set())
+        closed.add(member)
+        if closed >= set(member.replica.ranks):
+            for rank in member.replica.ranks:
+                self._lines_of[rank.position].closed(rank)
 
     def done(self, member: Process) -> None:
         self._lines_of[member.position].done(member)

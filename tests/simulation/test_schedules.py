@@ -126,6 +126,10 @@ def test_a_job_with_faults_finishes(name: str) -> None:
         ("launched-replicas", 136),
         # A rank of a replica ends before the coordinator knows it, while the others join, and no launcher sees it.
         ("replicas-three", 72),
+        # A rank is interrupted in the update of the last step, which its mate has applied and closed.
+        ("replicas-slow", 20_000_045),
+        # The coordinator gives up a replica whose ranks hold two different states.
+        ("replicas", 20_000_513),
     ],
 )
 def test_a_schedule_that_once_failed_finishes(name: str, seed: int) -> None:
