@@ -104,8 +104,10 @@ class Reports:
                 return ""
             seconds, self.stalled_at = now - self.stalled_at, None
             return f"the job goes on after {seconds:.0f} s"
-        stall = self.stall(now, state) if now >= self._look_at else None
-        self._look_at = max(self._look_at, now + _LOOK_S)
+        if now < self._look_at:
+            return ""
+        self._look_at = now + _LOOK_S
+        stall = self.stall(now, state)
         if stall is None:
             return ""
         self.stalled_at = self._pace.moved_at

@@ -456,15 +456,18 @@ class Tally:
         for gone in self.gone if event.output else ():
             if gone.session.process.is_same(event.process):
                 self._keep_output(now, gone, event.output)
-        for gone in self.gone:
+        ended = [gone for gone in self.gone if gone.session.process.is_same(event.process)]
+        for gone in ended[-1:]:  # a member that was evicted may have come back as another one: then it lived on
             raised = gone.how == LEFT and event.exit_code != 0 and not event.found_gone
-            news = gone.loss or raised or (gone.found_gone and not event.found_gone)
-            if news and gone.session.process.is_same(event.process):
-                gone.how, gone.found_gone = event.how, event.found_gone
-                if gone.loss:
-                    self._count_loss(gone, "exited")
-                text = f"{label(gone.session)} {gone.how}"
-                found.append(self._happening("lost", text, gone.session.last_generation))
+            if not (gone.loss or raised or (gone.found_gone and not event.found_gone)):
+                continue
+            is_late = now > gone.at + _SOON_S and not raised
+            how = f"{gone.how}; {now - gone.at:.0f} s later its process {event.how}" if is_late else event.how
+            gone.how, gone.found_gone = cut(how), event.found_gone
+            if gone.loss:
+                self._count_loss(gone, gone.loss if is_late else "exited")
+            text = f"{label(gone.session)} {event.how}"
+            found.append(self._happening("lost", text, gone.session.last_generation))
         return found
 
     def _amend(self, member_id: str, ending: Ending) -> None:

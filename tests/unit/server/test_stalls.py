@@ -232,6 +232,17 @@ def test_a_stall_has_one_event_when_it_begins_and_one_when_it_ends() -> None:
     assert len(job.told("stalled")) == 1
 
 
+def test_a_stall_has_an_event_though_heartbeats_come_one_after_the_other() -> None:
+    job = WatchedJob(4)
+    run_fast(job, 4)
+    for _ in range(30):
+        for number, member in enumerate(job.members):
+            job.now += 0.125
+            told = Progress(21 - (number == 1), job.now, number != 1, doing="all_reduce")
+            job.do(Heard(member, told, Counters(operations=told.operation)))
+    assert job.told("stalled") == ["the job is stalled: rank 1 (host-2) has not entered all_reduce 21"]
+
+
 def take_steps(job: WatchedJob, until: int) -> None:
     """Each step takes half a second, and has one operation."""
     for step in range(1, until + 1):

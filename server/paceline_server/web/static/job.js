@@ -183,7 +183,7 @@ const goneRows = new Rows($("gone").querySelector("ol"), {
     setText(who, gone.many ? many(gone.many, "worker") : nameOf(gone));
     setText(how, gone.how);
     setClass(row, inGoodOrder(gone) ? "calm" : "bad");
-    setText(ago, `${lasted(gone.ago_s)} ago`);
+    setText(ago, `, ${lasted(gone.ago_s)} ago`);
     last.hidden = !gone.output;
     setText(last.lastElementChild, gone.output ?? "");
   },

@@ -127,6 +127,8 @@ const KINDS = {
 
 export const kindOf = (kind) => (Object.hasOwn(KINDS, kind) ? KINDS[kind] : [kind, ""]);
 
+const SOON_S = 10; // news of a loss that come later are of another one
+
 /**
  * Events, newest first, with one entry for each loss: in place of the first news of it, with the words of the last.
  *
@@ -137,7 +139,10 @@ export function withoutDoubles(newestFirst) {
   const said = new Set();
   for (const event of newestFirst.filter(({ kind }) => kind === "lost")) {
     const key = `${event.generation} ${/^.*?\(.*?, pid \d+\)/.exec(event.text)?.[0] ?? event.text}`;
-    losses.set(key, { ...event, text: losses.get(key)?.text ?? event.text });
+    const later = losses.get(key);
+    if (later && later.told - event.at > SOON_S) losses.set(`${key} ${later.number}`, later); // it had lived on
+    const again = later && later.told - event.at <= SOON_S;
+    losses.set(key, again ? { ...event, text: later.text, told: later.told } : { ...event, told: event.at });
     said.add(`${event.generation} ${event.text}`);
   }
   const first = new Map([...losses.values()].map((event) => [event.number, event]));
