@@ -20,6 +20,9 @@ _MEANS_S = 25e-6
 _LOOK_S = 0.5
 """Least seconds between two looks at whether a stall has begun."""
 
+_QUIET_S = 30.0
+"""Seconds after a stall in which no other counts for events and goodput: other events must have room."""
+
 
 class Reports:
     """The reports of members, by heartbeats.
@@ -100,9 +103,10 @@ class Reports:
         A job of 1,000 members asks 2,000 times a second, and looks at all of them only while nobody gets further.
         """
         if self.stalled_at is not None:
-            if self._pace.moved_at == self.stalled_at:
+            if self._pace.moved_at == self.stalled_at and state.finished is None:
                 return ""
             seconds, self.stalled_at = now - self.stalled_at, None
+            self._look_at = now + _QUIET_S
             return f"the job goes on after {seconds:.0f} s"
         if now < self._look_at:
             return ""

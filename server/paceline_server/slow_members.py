@@ -59,17 +59,26 @@ class SlowMembers:
 
     def _compare(self, took: float, noun: str) -> str:
         """Says which members are slow, if a step takes so many seconds."""
-        marks = [(first, self._last[id_]) for id_, first in self._first.items()]
-        waits = [
-            ((last.waited - first.waited) / (last.at - first.at), last.session)
-            for first, last in marks
-            if last.at - first.at >= WINDOW_S / 2
-        ]
-        usual = median_high(share for share, _ in waits)
-        slow = sorted((each for each in waits if each[0] <= usual - _LEAST_SHARE), key=lambda each: each[1].rank or 0)
-        if not slow or (lost := took * (usual - min(share for share, _ in slow))) < _LEAST_S:
+        lanes: dict[
+            int, list[tuple[float, Session]]
+        ] = {}  # ranks with one position in their replicas wait for each other
+        for id_, first in self._first.items():
+            last = self._last[id_]
+            if last.at - first.at >= WINDOW_S / 2:
+                share = (last.waited - first.waited) / (last.at - first.at)  # members say what they want
+                lanes.setdefault(last.session.position, []).append((max(0.0, min(1.0, share)), last.session))
+        slow, others, longest = list[Session](), 0, 0.0
+        for waits in lanes.values():
+            usual = median_high(share for share, _ in waits)
+            found = [(usual - share, session) for share, session in waits if share <= usual - _LEAST_SHARE]
+            if found:
+                slow += [session for _, session in found]
+                others += len(waits) - len(found)
+                longest = max(longest, *(less for less, _ in found))
+        if not slow or (lost := took * longest) < _LEAST_S:
             return ""
+        slow.sort(key=lambda session: session.rank or 0)
         are, them = ("is", "it") if len(slow) == 1 else ("are", "them")
-        wait = "other waits" if len(waits) - len(slow) == 1 else "others wait"
-        named = names_of([session for _, session in slow])
+        wait = "other waits" if others == 1 else "others wait"
+        named = names_of(slow)
         return f"{named} {are} slow: the {wait} {lost:.{1 if lost >= 0.1 else 2}f} s for {them} in each {noun}"

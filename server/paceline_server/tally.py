@@ -244,6 +244,7 @@ class Tally:
         found += of_orders(event, state)
         if isinstance(event, FinishStored) and state.finished is not None:
             self._reach(now, event.step)
+            found += self._stall_changed(now, state)
             self._count(now, "committed" if self._word else None)
             found.append(self._happening("finished", f"the job is done: its last step was {state.finished}"))
         self._stand(now, state)
@@ -278,7 +279,8 @@ class Tally:
 
     def _stall_changed(self, now: float, state: JobState) -> list[Happening]:
         stalled_at = self.reports.stalled_at
-        text = self.reports.stall_changed(now, state) if state.live is not None else ""
+        goes_on = state.live is not None or state.finished is not None
+        text = self.reports.stall_changed(now, state) if goes_on else ""
         if not text:
             return []
         if stalled_at is None:
@@ -461,7 +463,7 @@ class Tally:
             raised = gone.how == LEFT and event.exit_code != 0 and not event.found_gone
             if not (gone.loss or raised or (gone.found_gone and not event.found_gone)):
                 continue
-            is_late = now > gone.at + _SOON_S and not raised
+            is_late = now > gone.at + _NEWS_S and not raised
             how = f"{gone.how}; {now - gone.at:.0f} s later its process {event.how}" if is_late else event.how
             gone.how, gone.found_gone = cut(how), event.found_gone
             if gone.loss:

@@ -66,7 +66,7 @@ def _worker(replica_size: int | None) -> Worker:
     worker = object.__new__(Worker)  # without a process
     worker.index, worker.rank, worker._replica_size = 3, None, replica_size
     worker._blamed, worker._lost_mate, worker._unfinished = [], False, False
-    worker.killed_as, worker.view, worker._waits, worker._was_lost = "", None, False, False
+    worker.killed_as, worker.view, worker._waits, worker._has_left = "", None, False, False
     worker._process = SimpleNamespace(pid=_PID, returncode=1)  # type: ignore[assignment]
     return worker
 
@@ -92,7 +92,7 @@ def news(data: bytes) -> None:
                 continue
             assert isinstance(record, dict)
             assert worker.rank is None or type(worker.rank) is int
-            assert worker.view is None or not worker.is_behind([worker.view]) or worker._was_lost
+            assert worker.view is None or not worker.is_behind([worker.view])
             console.record(worker, record)
             console.line(worker, "stdout", part)
             console.ended(worker, worker.end(), False)

@@ -40,6 +40,8 @@ class _Repeater:
         self._runs = True
         try:
             self._loop.call_soon_threadsafe(self._repeat)
+        except RuntimeError:  # the loop is closed
+            sys.__unraisablehook__(dropped)
         finally:
             self._runs = False  # Python looks for signals at calls and jumps: there is none from here to the end
 
@@ -47,5 +49,5 @@ class _Repeater:
         main = threading.main_thread().ident
         if self._runs:
             self._loop.call_later(_AGAIN_S, self._repeat)
-        elif main is not None:
+        elif main is not None and callable(signal.getsignal(signal.SIGINT)):  # else it would end the process
             signal.pthread_kill(main, signal.SIGINT)  # it also ends a sleep

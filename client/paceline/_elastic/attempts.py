@@ -34,6 +34,7 @@ class FailedAttempts:
     def begin(self, what: str, members: Iterable[Peer]) -> int:
         """Begins an attempt at `what`, such as "step 12"; returns its number, from 1. StepVoid after too many."""
         self._look_at(what)
+        self._mismatch = ""
         present = {_worker(peer) for peer in members}
         self._causes = [(text, culprits) for text, culprits in self._causes if culprits <= present]
         if len(self._causes) >= MAX_ATTEMPTS:

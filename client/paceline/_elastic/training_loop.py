@@ -125,6 +125,7 @@ class TrainingLoop:
 
     def enter(self) -> None:
         """Opens the line, and compares this member's state with the others'."""
+        self.at_end.callback(self._tell_left)
         self._job_line.offered.manifest = self._manifest
         self._manifest_digest = self.mates.joint(self._manifest_digest)
         self._recovery.join_origins(self.mates)
@@ -349,7 +350,10 @@ class TrainingLoop:
     def tell_launcher(self, *, unfinished: bool) -> None:
         """Notes whether this worker has steps to take, and tells the launcher."""
         self.unfinished = unfinished
-        tell_of_loop(unfinished=unfinished, done=self.done)
+        tell_of_loop(self._job_line.job, unfinished=unfinished, done=self.done)
+
+    def _tell_left(self) -> None:
+        tell_of_loop(self._job_line.job, unfinished=self.unfinished, done=self.done, left=True)
 
     def leave(self) -> None:
         """Ends the loop over the steps, for whatever reason."""
@@ -456,7 +460,7 @@ class TrainingLoop:
             return
         if view.rank not in newcomers:
             noun = "rank" if self.mates.size == 1 else "replica"
-            tell_new_ranks(view.generation, self._job_line.group._core.mesh.peers, mesh.peers, noun)
+            tell_new_ranks(self._job_line.job, view.generation, self._job_line.group._core.mesh.peers, mesh.peers, noun)
         self._job_line.move(mesh)
         self._recovery.learn([Holder(peer, (WHOLE,)) for peer in mesh.peers if peer.rank not in newcomers])
         self._meeting_wait.view_came()
@@ -565,7 +569,7 @@ class TrainingLoop:
     def _become_candidate(self) -> None:
         """Becomes a candidate; offers shares of a sharded state that others may need at once."""
         # Else the launcher, which knows of newer generations from others, would take this worker for one that hangs.
-        tell_of_loop(unfinished=self.unfinished, waits=True)
+        tell_of_loop(self._job_line.job, unfinished=self.unfinished, waits=True)
         self.mates.cast_out()  # all mates become candidates
         meet = self._member.cast_out()
         if meet.unproven:

@@ -24,7 +24,7 @@ _MAX_RECORD_BYTES = 4096
 def tell_launcher(kind: str, record: dict[str, Any], *, wait_s: float = 0.0) -> bool:
     """Sends a record, at most 4 KiB of JSON, to the launcher of this process; False if there is none, or no room.
 
-    Waits `wait_s` seconds for room in the pipe. The kinds "view", "lost", "loop", "waiting", "notice" and "error"
+    Waits `wait_s` seconds for room in the pipe. The kinds "view", "loop", "waiting", "notice" and "error"
     belong to Paceline itself.
     """
     fd = os.environ.get(LAUNCHER_FD)

@@ -282,7 +282,6 @@ class MemberConnection:
         if self.generations.mesh is not None:
             text = "the session has ended: this member was declared lost while it could not be reached"
             self.generations.outdate(text)
-            tell_launcher("lost", {"pid": os.getpid()})  # the training thread may hang, and say nothing
             self.inbox.put(SessionReplaced())
 
     async def on_away(self, timeout: float) -> str:

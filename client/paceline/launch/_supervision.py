@@ -317,11 +317,23 @@ class Supervision:
         """Records that a worker was started."""
         self._restarts.began(slot, now)
 
-    def job_done(self, done: bool) -> None:
-        """Records whether the job is done, as workers say at the end of their steps: then none is restarted."""
-        self._job_is_done = done and self._terms.elastic
-        if self._job_is_done:
+    @property
+    def job_is_done(self) -> bool:
+        """True if an elastic job is done, as far as this launcher knows."""
+        return self._job_is_done
+
+    def job_done(self, done: bool, now: float) -> None:
+        """Records whether the job is done, as workers say at the end of their steps: then none is restarted.
+
+        Workers may begin another one after it, for which some of them may be lost.
+        """
+        if not self._terms.elastic or done == self._job_is_done:
+            return
+        self._job_is_done = done
+        if done:
             self._lose_pending()
+        elif not self._has_enough and self._stop_at is None:
+            self._stop_at = now + self._grace
 
     def ended(self, end: Exit, now: float) -> str:
         """Decides what to do about a worker that has ended.
@@ -412,7 +424,7 @@ class Supervision:
         """Records a failure that is not followed by a restart; returns its effect on the others, to end a sentence."""
         self._record_loss(end)
         left = self._terms.workers - len(self._lost)
-        if self._terms.elastic and (left >= self._terms.minimum or not self._terms.alone):
+        if self._terms.elastic and self._has_enough:
             here = "" if self._terms.alone else " here"
             return (
                 f"; {left} of {self._terms.workers} {self._members}{here} {'is' if left == 1 else 'are'} left"
@@ -434,6 +446,11 @@ class Supervision:
     def _record_loss(self, end: Exit) -> None:
         self._lost[end.slot] = end
         self._unforgiven.append(end)
+
+    @property
+    def _has_enough(self) -> bool:
+        """True as long as the job can have its minimum of workers."""
+        return not self._terms.alone or self._terms.workers - len(self._lost) >= self._terms.minimum
 
     @property
     def _restarts_workers(self) -> bool:

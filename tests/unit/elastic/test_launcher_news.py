@@ -18,7 +18,7 @@ def peers(*names: str) -> list[Peer]:
 def said(monkeypatch: pytest.MonkeyPatch, old: Sequence[Peer], new: Sequence[Peer]) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(launcher_news, "tell_once", lambda log, text, **_: told.append(text))
-    tell_new_ranks(3, old, new, "rank")
+    tell_new_ranks("digits", 3, old, new, "rank")
     return told
 
 

@@ -92,7 +92,7 @@ def test_dismissal_in_a_retry_block_clears_unfinished_at_the_launcher(
 ) -> None:
     """It was evicted there, and the others have ended the job: the error does not pass through the loop."""
     told: list[Any] = []
-    monkeypatch.setattr(training_loop, "tell_of_loop", lambda *, unfinished, **_: told.append(unfinished))
+    monkeypatch.setattr(training_loop, "tell_of_loop", lambda job, *, unfinished, **_: told.append(unfinished))
     line, _ = member(9)
     line._job_line.group._core.ban_collectives = lambda reason: None  # type: ignore[method-assign]
     line._job_line.group._core.ban_reason = ""

@@ -254,3 +254,22 @@ def test_only_replicas_that_run_or_wait_count_as_restartable() -> None:
     assert supervision.restartable([3, 4, 5]) == 2
     supervision.restarts_due(11.0)
     assert supervision.restartable(range(2 * SIZE)) == 1, "the first has used its only restart"
+
+
+def test_a_hung_rank_is_ended_while_its_replica_may_be_restarted() -> None:
+    supervision = supervise(restarts=1)
+    assert supervision.ends_hung(4)
+    supervision.killed_hung(4)
+    assert ends(supervision, 10.0, (4, -9), (3, -9), (5, -9))[0].startswith("restarting replica 1 (rank 1, pid 104 ")
+    supervision.restarts_due(11.0)
+    assert not supervision.ends_hung(5)
+    assert supervision.ends_hung(0)
+
+
+def test_a_hung_rank_is_no_failure_once_the_job_is_done() -> None:
+    supervision = supervise(restarts=0)
+    supervision.job_done(True, 9.0)
+    ends(supervision, 10.0, (0, 0), (1, 0), (2, 0))
+    supervision.killed_hung(4)
+    assert ends(supervision, 11.0, (4, -9), (3, -9), (5, -9)) == ["rank 1 of replica 1 (pid 104) was killed by SIGKILL"]
+    assert supervision.exit_code == 0

@@ -269,7 +269,7 @@ def test_a_hung_worker_that_was_killed_is_restarted() -> None:
 def test_no_worker_is_restarted_once_the_job_is_done() -> None:
     supervision = supervise(restarts=3)
     supervision.ended(end(1, -9), 10.0)
-    supervision.job_done(True)
+    supervision.job_done(True, 10.0)
     assert not supervision.restarting, "the restart was pending"
     assert supervision.restartable([0, 2, 3]) == 0
     assert supervision.ended(end(2, -9), 11.0) == "rank 2 (pid 102) was killed by SIGKILL"
@@ -285,14 +285,14 @@ def test_no_worker_is_restarted_once_the_job_is_done() -> None:
 
 def test_failures_after_the_job_is_done_do_not_stop_the_others() -> None:
     supervision = supervise(minimum=4)
-    supervision.job_done(True)
+    supervision.job_done(True, 10.0)
     supervision.ended(end(1, -9), 10.0)
     assert supervision.deadline is None
 
 
 def test_a_hung_worker_is_killed_without_a_failure_once_the_job_is_done() -> None:
     supervision = supervise()
-    supervision.job_done(True)
+    supervision.job_done(True, 10.0)
     assert supervision.ends_hung(1)
     for slot in (0, 2, 3):
         supervision.ended(end(slot, 0), 10.0)
@@ -303,6 +303,16 @@ def test_a_hung_worker_is_killed_without_a_failure_once_the_job_is_done() -> Non
 
 def test_workers_are_restarted_again_in_the_next_loop() -> None:
     supervision = supervise(restarts=1)
-    supervision.job_done(True)
-    supervision.job_done(False)
+    supervision.job_done(True, 10.0)
+    supervision.job_done(False, 11.0)
     assert "restarting" in supervision.ended(end(1, -9), 10.0)
+
+
+def test_the_next_job_stops_if_too_few_workers_are_left_for_it() -> None:
+    supervision = supervise(minimum=4, restarts=1)
+    supervision.job_done(True, 10.0)
+    supervision.ended(end(1, -9), 11.0)
+    assert supervision.deadline is None
+    supervision.job_done(True, 12.0)
+    supervision.job_done(False, 13.0)
+    assert supervision.due(21.0) is signal.SIGTERM

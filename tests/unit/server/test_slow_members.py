@@ -79,3 +79,22 @@ def test_a_new_generation_begins_without_slow_members() -> None:
     job.stop(job.members[:3], 1)
     assert job.state.live is not None
     assert slow(job) == ""
+
+
+def test_ranks_with_different_positions_in_a_replica_are_not_compared() -> None:
+    """They compute different parts of the model, and wait for the ranks of other replicas with their own position."""
+    job = WatchedJob(6)
+    for number, member in enumerate(job.members):
+        job.state.sessions[member].position = number % 2
+    train(job, (0.8, 0.2) * 3)
+    assert slow(job) == ""
+
+
+def test_what_a_member_says_of_its_waits_is_bounded() -> None:
+    job = WatchedJob(3)
+    for step in range(1, 31):
+        job.now += 0.5
+        for member, waited in zip(job.members, (1e15, 1e15, 0.0), strict=True):
+            counters = Counters(operations=step, in_collectives=waited * step)
+            job.do(Heard(member, Progress(step, job.now, False, step, job.now), counters))
+    assert slow(job) == "rank 2 (host-3) is slow: the others wait 0.5 s for it in each step"

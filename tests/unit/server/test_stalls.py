@@ -8,7 +8,7 @@ import pytest
 from unit.server.watched_job import WatchedJob
 
 from paceline_protocol import Counters, Progress
-from paceline_protocol.coordinator import Heard
+from paceline_protocol.coordinator import FinishedLine, Heard
 from paceline_server.stalls import FIRST_S, LEAST_S
 from paceline_server.tally import Tally
 
@@ -288,3 +288,26 @@ def test_a_stall_lowers_the_goodput_at_once_and_for_good() -> None:
     assert len(job.told("resumed")) == 1
     assert job.seconds["waiting"] - waiting == pytest.approx(10)
     assert job.tally.goodput(job.now) == pytest.approx((committed + 0.5) / (counted + 10.5))
+
+
+def test_stalls_that_follow_each_other_closely_have_one_event() -> None:
+    job = WatchedJob(3)
+    take_steps(job, 30)
+    for step in range(30, 36):
+        hang(job, step, 5)
+        for member in job.members:
+            job.do(Heard(member, Progress(step + 1, job.now, False, step + 1, job.now), Counters(operations=step + 1)))
+    assert (len(job.told("stalled")), len(job.told("resumed"))) == (1, 1)
+    hang(job, 36, 60)
+    assert len(job.told("stalled")) == 2
+
+
+def test_a_stall_ends_with_the_job() -> None:
+    job = WatchedJob(2)
+    take_steps(job, 30)
+    hang(job, 30, 10)
+    before = job.tally.goodput(job.now)
+    job.do(FinishedLine(job.members[0], job.state.generation, 31))
+    assert job.told("resumed") == ["the job goes on after 10 s"]
+    assert job.tally.goodput(job.now) == pytest.approx(before, rel=0.02), "its seconds were no training"
+    assert job.tally.reports.stalled_at is None

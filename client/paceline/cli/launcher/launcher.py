@@ -119,6 +119,9 @@ class Launcher:
         self._silent_until: float | None = None  # when to say that no worker has done anything yet; None once one has
         self._elastic = terms.elastic
         self._left_behind = LeftBehind()
+        self._look_at_views = False  # whether a worker has told or ended since it was last looked who is left behind
+        self._job = ""  # the last whose steps a worker has begun
+        self._done: set[str] = set()
         self._schedule = SpareSchedule(spares)
         self._spares: list[Worker] = []  # the oldest first
         self._replaced: list[Worker] = []  # workers whose pipes a grandchild still holds open
@@ -278,7 +281,7 @@ class Launcher:
         """Waits for events and handles all that have occurred."""
         next_spare = self._schedule.due_at(len(self._spares), self._restartable)
         outputs = [worker.output_due for worker in self.workers]
-        remarks = (self._remark_at, self._silent_until, self._left_behind.deadline(time.monotonic()))
+        remarks = (self._remark_at, self._silent_until, self._left_behind.deadline)
         deadlines = [
             at
             for at in (self._supervision.deadline, self._drained_by, next_spare, *remarks, *outputs)
@@ -312,7 +315,8 @@ class Launcher:
         if self._silent_until is None or now < self._silent_until:
             return
         self._silent_until = None
-        if self._supervision.interrupted or not any(worker.running for worker in self.workers):
+        is_python = not callable(self._work) and self._work[0] != "--"
+        if self._supervision.interrupted or not is_python or not any(worker.running for worker in self.workers):
             return
         count = len(self.workers)
         who = "the worker has not" if count == 1 else f"none of the {count} workers has"
@@ -320,24 +324,27 @@ class Launcher:
 
     def _end_hung(self, now: float) -> None:
         """Says without which workers the job goes on though they run, and ends those that hang."""
-        if not self._elastic:
+        deadline = self._left_behind.deadline
+        if not self._elastic or not (self._look_at_views or (deadline is not None and deadline <= now)):
             return
+        self._look_at_views = False
         views = sorted(
             (worker.view for worker in self.workers if worker.view is not None), key=lambda view: view.heard_at
         )
         latest = {(view.job, view.generation): view for view in views}
         behind = [worker for worker in self.workers if worker.is_behind(latest.values())]
-        # A debugger holds a process for as long as its user wants.
-        self._left_behind.see([worker.index for worker in behind if not worker.is_traced], now)
+        self._left_behind.see([worker.index for worker in behind], now)
         for slot in self._left_behind.to_tell(now):
             worker = self.workers[slot]
-            how = "is stopped by SIGSTOP" if worker.is_stopped else "hangs or is frozen"
+            job = "the job is done" if self._supervision.job_is_done else "the job goes on"
+            how = "is stopped by SIGSTOP" if worker.is_stopped else "hangs, computes for long, or is frozen"
             killed = f"it is killed unless it comes back within {HUNG_S - TELL_S:g} s"
             then = killed if self._supervision.ends_hung(slot) else "it may come back"
-            self._console.say(f"the job goes on without the former {worker} (pid {worker.pid}), which {how}; {then}")
+            self._console.say(f"{job} without the former {worker} (pid {worker.pid}), which {how}; {then}")
         for slot in self._left_behind.hung(now):
             worker = self.workers[slot]
-            if not worker.killed_as and self._supervision.ends_hung(slot):
+            # A debugger holds a process for as long as its user wants.
+            if not worker.killed_as and self._supervision.ends_hung(slot) and not worker.is_traced:
                 worker.killed_as = f"was killed after the job had gone on without it for {HUNG_S:g} s"
                 self._supervision.killed_hung(slot)
                 worker.signal(signal.SIGKILL)
@@ -376,8 +383,18 @@ class Launcher:
 
     def _note(self, worker: Worker, record: dict[str, Any]) -> None:
         """Takes note of what a worker reports about the job."""
-        if record.get("kind") == "loop":
-            self._supervision.job_done(any(each.job_is_done for each in self.workers))
+        self._look_at_views = True
+        kind, job = record.get("kind"), str(record.get("job"))
+        if kind == "loop" and record.get("done") is True:
+            self._done.add(job)
+        elif kind == "loop" and record.get("unfinished") is True and not (record.get("waits") or record.get("left")):
+            self._job = job
+        elif kind == "view":  # it was started again
+            self._done.discard(job)
+        was_done = self._supervision.job_is_done
+        self._supervision.job_done(self._job in self._done, time.monotonic())
+        if self._supervision.job_is_done and not was_done:
+            self._left_behind.begin_anew()
         if worker.replaces_another and worker.rank is not None:
             worker.replaces_another = False
             if worker.position is None:
@@ -391,12 +408,15 @@ class Launcher:
         for worker in self.workers:
             if (returncode := worker.reap()) is not None:
                 last = [(stream, self._read(worker, stream)) for stream in list(worker.streams)]
-                self._report_exit(worker.identity, returncode, worker.last_output)
+                end = worker.end()
+                cause = f"\npaceline: this worker {end.words}" if end.words else ""
+                self._report_exit(worker.identity, returncode, worker.last_output + cause)
                 self._forget(worker.pid)
                 for stream, parts in last:  # its last news may name the member over which it failed
                     self._hand_on(worker, stream, parts)
                 ends[worker.end()] = worker
         if ends:
+            self._look_at_views = True
             self._remark_at = time.monotonic() + _LAST_S
         for end in likely_cause_first(list(ends)):
             expected = end.returncode == 0 or self._supervision.stopping or self._replica_size is not None

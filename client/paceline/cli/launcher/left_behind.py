@@ -17,16 +17,25 @@ class LeftBehind:
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
         self._told: set[int] = set()
+        self._hung: set[int] = set()
 
     def see(self, slots: Collection[int], now: float) -> None:
         """Records which workers are left behind now."""
         self._since = {slot: self._since.get(slot, now) for slot in slots}
         self._told.intersection_update(slots)
+        self._hung.intersection_update(slots)
 
-    def deadline(self, now: float) -> float | None:
-        """The time at which `to_tell` or `hung` will next return more than now; None for never."""
-        times = [since + wait for since in self._since.values() for wait in (TELL_S, HUNG_S)]
-        return min((at for at in times if at > now), default=None)
+    def begin_anew(self) -> None:
+        """Forgets since when: from now on something else follows for these workers."""
+        for kept in (self._since, self._told, self._hung):
+            kept.clear()
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which `to_tell` or `hung` will next return another worker; None for never."""
+        told = [since + TELL_S for slot, since in self._since.items() if slot not in self._told]
+        hung = [since + HUNG_S for slot, since in self._since.items() if slot not in self._hung]
+        return min([*told, *hung], default=None)
 
     def to_tell(self, now: float) -> list[int]:
         """Returns the workers of which it is to be said now; each is returned once."""
@@ -35,5 +44,6 @@ class LeftBehind:
         return due
 
     def hung(self, now: float) -> list[int]:
-        """Returns the workers that count as hung."""
-        return [slot for slot, since in self._since.items() if now >= since + HUNG_S]
+        """Returns all workers that count as hung."""
+        self._hung.update(slot for slot, since in self._since.items() if now >= since + HUNG_S)
+        return sorted(self._hung)

@@ -80,14 +80,13 @@ class Worker:
 
     The kernel kills the child when the *thread* that started it ends (shim.py), not only when the process ends.
 
-    `rank` is None until a `view` that the worker reports gives it. `job_is_done` is True once the worker has reported
-    that its job is done. `killed_as` says why the launcher killed it, if it did, in words that complete "rank 2 ...".
-    `replaces_another` is True for a new worker in place of one that failed, until the launcher has said that it joined.
-    `work` is a command line, or a function that starts the process. `environment` returns the worker's environment,
-    given the descriptor of the worker's end of its news pipe. With `cores` None it may use all. A `spare` does the
-    imports of its command, and waits until `begin` makes it a worker; what it prints stays in its pipes. With a
-    `replica_size` it is one of so many ranks of a replica, which follow each other by `index`, and `rank` is the number
-    of its replica.
+    `rank` is None until a `view` that the worker reports gives it. `killed_as` says why the launcher killed it, if it
+    did, in words that complete "rank 2 ...". `replaces_another` is True for a new worker in place of one that failed,
+    until the launcher has said that it joined. `work` is a command line, or a function that starts the process.
+    `environment` returns the worker's environment, given the descriptor of the worker's end of its news pipe. With
+    `cores` None it may use all. A `spare` does the imports of its command, and waits until `begin` makes it a worker;
+    what it prints stays in its pipes. With a `replica_size` it is one of so many ranks of a replica, which follow each
+    other by `index`, and `rank` is the number of its replica.
     """
 
     def __init__(
@@ -103,15 +102,13 @@ class Worker:
         self.index = index
         self.rank: int | None = None
         self.view: ReportedView | None = None
-        self.job_is_done = False
         self.killed_as = ""
         self.replaces_another = False
         self._replica_size = replica_size
         self._blamed: list[int] = []
         self._lost_mate = False
         self._unfinished = False
-        self._waits = False
-        self._was_lost = False
+        self._waits = self._has_left = False
         self._used_paceline = False
         self._looked_for_none = False
         self._go: int | None = None
@@ -210,31 +207,31 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """True if the process is stopped, by SIGSTOP or a debugger; False where that cannot be known."""
-        return self._state in ("T", "t")
+        return self._status("State") in ("T", "t")
 
     @property
     def is_traced(self) -> bool:
-        """True if a debugger holds the process; False where that cannot be known."""
-        return self._state == "t"
+        """True if a debugger such as gdb is attached to the process; False where that cannot be known."""
+        return self._status("TracerPid") not in ("", "0")
 
-    @property
-    def _state(self) -> str:
-        """The letter that the system has for the state of the process; empty where that cannot be known."""
+    def _status(self, name: str) -> str:
+        """Returns the first word of a line of /proc/PID/status; empty where there is none."""
         try:
-            status = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
+        except OSError:  # the system has no /proc
             return ""
-        return status.rpartition(")")[2].split()[0]
+        return next((line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")), "")
 
     def is_behind(self, views: Collection[ReportedView]) -> bool:
         """True if the job goes on without the worker, which has not noticed it; others have reported these views.
 
-        It hangs then, or is frozen. A worker that waits to be taken in again has noticed.
+        It hangs then, or is frozen. A worker that waits to be taken in again has noticed, and so has one that has left
+        the loop over the steps, by an error for example.
         """
         own = self.view
-        if own is None or not (self.running and self._unfinished) or self._waits:
+        if own is None or not (self.running and self._unfinished) or self._waits or self._has_left:
             return False
-        return self._was_lost or any(view.follows(own) for view in views)
+        return any(view.follows(own) for view in views)
 
     @property
     def alone(self) -> bool:
@@ -309,13 +306,10 @@ class Worker:
                 self.rank = rank
             if type(generation := record.get("generation")) is int:
                 self.view = ReportedView(str(record.get("job")), generation, time.monotonic())
-            self._waits = self._was_lost = False
+            self._waits = False
         elif record.get("kind") == "loop" and record.get("pid") == self.pid:
             self._unfinished = record.get("unfinished") is True
-            self._waits = record.get("waits") is True
-            self.job_is_done = record.get("done") is True
-        elif record.get("kind") == "lost" and record.get("pid") == self.pid:
-            self._was_lost = True
+            self._waits, self._has_left = record.get("waits") is True, record.get("left") is True
         elif record.get("kind") == "error" and isinstance(record.get("ranks"), list):
             self._blamed = record["ranks"]
             self._lost_mate = record.get("mate") is True
@@ -343,7 +337,10 @@ class Worker:
         joined, unfinished = self.rank is not None, self._unfinished
         code = self._process.returncode
         assert code is not None
-        return Exit(self.member, self.pid, code, follows, self.index, joined, unfinished, self.position, self.killed_as)
+        # It may have ended by itself just before the kill.
+        words = self.killed_as if code == -signal.SIGKILL else ""
+        member = f"the former {self.member}" if words else self.member
+        return Exit(member, self.pid, code, follows, self.index, joined, unfinished, self.position, words)
 
     def __str__(self) -> str:
         return self.member if self.position is None else f"rank {self.position} of {self.member}"
@@ -364,12 +361,7 @@ class Worker:
         """Sends a signal to the worker if it handles that signal, as it would die of it otherwise; True if sent."""
         if not self.running:
             return False
-        try:
-            status = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii", errors="replace")
-        except OSError:  # the system has no /proc
-            return False
-        caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-        if not int(caught, 16) >> (signum - 1) & 1:
+        if not int(self._status("SigCgt") or "0", 16) >> (signum - 1) & 1:
             return False
         os.kill(self.pid, signum)
         return True
