@@ -87,7 +87,8 @@ def convene(state: JobState) -> Meeting:
     present = state.present()
     late = [session for session in present if not session.has_met]
     if late:
-        wording = f"generation {view.generation} has ended; waiting for {{}} to leave the step"
+        begun = f"generation {view.generation} has ended; waiting for {{}} to leave the step"
+        wording = "waiting for {} to begin session.steps()" if view.base is None else begun
         return Meeting(wording.format(names(view, late)), wording=wording, late=tuple(late))
     leading = [session for session in present if _leads(view, session)]
     leaders = of_one_mind(leading)

@@ -223,8 +223,6 @@ class Tally:
             return self._heard(now, event, state)
         found: list[Happening] = []
         self._notice(now, event, state)
-        if isinstance(event, ExitReported):
-            found += self._amend_by(now, event)
         endings: dict[str, Ending] = {}
         for effect in effects:
             match effect:
@@ -232,12 +230,15 @@ class Tally:
                     if self._view is not None and self._view.generation == generation:
                         member_id = self._view.seats[rank].member_id
                         endings[member_id] = ending
-                        self._amend(member_id, ending)
                 case StoreVerdict(verdict):
                     found += self._voided(now, verdict)
                 case EndSession(member_id, _):
                     self._here.pop(member_id, None)
                     found += self._ended(now, event, member_id, endings.get(member_id), state)
+        if isinstance(event, ExitReported):
+            found += self._amend_by(now, event)
+        for member_id, ending in endings.items():
+            self._amend(now, member_id, ending)
         view = state.view
         if isinstance(event, ViewStored) and view is not None and view.generation == event.generation:
             found += self._formed(now, view, state)
@@ -463,20 +464,34 @@ class Tally:
             raised = gone.how == LEFT and event.exit_code != 0 and not event.found_gone
             if not (gone.loss or raised or (gone.found_gone and not event.found_gone)):
                 continue
-            is_late = now > gone.at + _NEWS_S and not raised
-            how = f"{gone.how}; {now - gone.at:.0f} s later its process {event.how}" if is_late else event.how
-            gone.how, gone.found_gone = cut(how), event.found_gone
             if gone.loss:
-                self._count_loss(gone, gone.loss if is_late else "exited")
+                self._count_loss(gone, "exited" if self._is_news(now, gone) else gone.loss)
+            self._learn(now, gone, event.how)
+            gone.found_gone = event.found_gone
             text = f"{label(gone.session)} {event.how}"
             found.append(self._happening("lost", text, gone.session.last_generation))
         return found
 
-    def _amend(self, member_id: str, ending: Ending) -> None:
+    def _amend(self, now: float, member_id: str, ending: Ending) -> None:
         """Corrects how a member went: it was only silent, and now somebody has seen it end."""
-        for gone in self.gone:
-            if gone.member_id == member_id:
-                gone.how = cut(ending.how)
+        after = list[Gone]()
+        for gone in reversed(self.gone):
+            if gone.member_id == member_id and not any(
+                each.session.process.is_same(gone.session.process) for each in after
+            ):
+                self._learn(now, gone, ending.how)  # else it came back as another member, and lived on
+            after.append(gone)
+
+    def _is_news(self, now: float, gone: Gone) -> bool:
+        """True if the end of a member's process says how the member went; later it is another event."""
+        return now <= gone.at + _NEWS_S or gone.how == LEFT
+
+    def _learn(self, now: float, gone: Gone, how: str) -> None:
+        """Takes note of how the process of a member that has gone has ended."""
+        if self._is_news(now, gone):
+            gone.how = cut(how)
+        elif not gone.how.endswith(how):
+            gone.how = cut(f"{gone.how}; {now - gone.at:.0f} s later its process {how}")
 
     def _formed(self, now: float, view: View, state: JobState) -> list[Happening]:
         before, self._view = self._view, view

@@ -249,6 +249,10 @@ def test_a_loss_is_one_event_with_the_last_news_of_it() -> None:
             server.push()
             await shown(page, f"{other} exited with code 1", "#events li:nth-child(3)")
             assert await page.run(f"{texts}.length") == 5
+            add_event(job, "lost", f"{other} was killed by SIGKILL", at=1.8e9 + 30)  # it was evicted, and lived on
+            server.push()
+            await shown(page, f"{other} was killed by SIGKILL", "#events li:nth-child(1)")
+            assert await page.run(f"{texts}.length") == 6
 
     run(main)
 

@@ -40,6 +40,7 @@ from paceline._session.launcher_pipe import tell_once
 from paceline.errors import (
     CheckpointFailed,
     Dismissed,
+    OperationTimeout,
     OrphanedError,
     PacelineError,
     ReplicaLost,
@@ -644,7 +645,10 @@ class TrainingLoop:
         if meet:
             # The script caught the error that interrupted its update; the others have applied the step, and would wait.
             self._await_cause(f"has not applied step {number}: {cause}"[:2000])
-        _log.info("step %d is undone: %s", number, cause)
+        if isinstance(cause, OperationTimeout):
+            tell_once(_log, f"step {number} is run again: {cause}", key=f"step {number} timed out")
+        else:
+            _log.info("step %d is undone: %s", number, cause)
         self._failures.add(f"step {number}", cause, self._job_line.group._core.mesh.peers)
         if meet:
             self._send_meet(self._member.meet())

@@ -37,7 +37,7 @@ from paceline._session.flight import FlightLog
 from paceline._session.generations import Generations
 from paceline._session.identity import JoinRequest
 from paceline._session.inbox import MemberInbox, SessionOver, SessionReplaced, ViewLinked
-from paceline._session.launcher_pipe import tell_launcher
+from paceline._session.launcher_pipe import tell_launcher, tell_once
 from paceline._session.line_client import LineClient
 from paceline._session.stack_file import JobMark
 from paceline._session.store import CoordinatorStore
@@ -53,6 +53,9 @@ from pacelinepb.v1.errors_pb2 import ErrorReason
 
 _PART_CHARACTERS = 120
 """The longest text of a heartbeat about what a member waits in."""
+
+_LONG_WAIT_S = 30.0
+"""Seconds in one operation after which the user is told: a rank may hang."""
 
 _log = logging.getLogger("paceline.session")
 
@@ -107,6 +110,7 @@ class MemberConnection:
         self.generations = Generations(wanted.job, config, thread, self.credentials, self.door.kinds)
         self._caller = store_pb2.Caller(job=wanted.job)
         self._counted_before = Counters()  # as an earlier member
+        self._told_of_wait = (0, 0)  # generation and operation
         self._usage = ProcessUsage()
 
     @property
@@ -380,6 +384,8 @@ class MemberConnection:
         core = self.group._core
         progress = core.progress()
         counters, now = counted_since(self._counted_before, self._counted()), time.monotonic()
+        if progress.inside and now - progress.since > _LONG_WAIT_S:
+            self._tell_of_wait(f"{core.doing(progress.operation)} {progress.operation}", progress.operation)
         return pb.Heartbeat(
             operation=progress.operation,
             since=duration(max(0.0, now - progress.since)),
@@ -407,6 +413,18 @@ class MemberConnection:
             operations=counters.operations,
             part="" if progress.inside else core.waits_in_part()[:_PART_CHARACTERS],
         )
+
+    def _tell_of_wait(self, where: str, operation: int) -> None:
+        """Says once that this member, like most others, waits for long in an operation; it does not know for whom."""
+        place = (self.mesh.generation, operation)
+        if place == self._told_of_wait:
+            return
+        self._told_of_wait = place
+        text = (
+            f"job {self.job!r} has been in {where} for {_LONG_WAIT_S:.0f} s: `paceline status {self.job}` says which "
+            f"ranks hold it up, and `paceline debug stacks {self.job}` where they are"
+        )
+        tell_once(_log, text, key=f"waits in {self.job} {place}")
 
     def _counted(self) -> Counters:
         return self.group._core.counters.read(self.group._core.mesh.sent_bytes)

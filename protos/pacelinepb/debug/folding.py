@@ -12,7 +12,7 @@ _HEAD = re.compile(
 )
 _FRAME = re.compile(r'File "(.{0,1000})", line (\d{1,9}|\?\?\?) in (.{1,500})')
 _LIBRARY = re.compile(
-    r"/(?:paceline|grpc|threading\.py|asyncio|concurrent/futures|selectors\.py|queue\.py)(?:/|$)|/threading\.py$"
+    r"/(?:paceline|pacelinepb|grpc|threading\.py|asyncio|concurrent/futures|selectors\.py|queue\.py)(?:/|$)|/threading\.py$"
 )
 
 _PACELINE = re.compile(r"/(?:site-packages|dist-packages|client)/paceline/.*:(?:\d+|\?\?\?) in ")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pacelinepb import MOST_PIDS
-from pacelinepb.debug.folding import Process, read_stacks
+from pacelinepb.debug.folding import Process, Stack, read_stacks, shorten
 from pacelinepb.debug.gathered import Answered
 from pacelinepb.v1.session_pb2 import Member, ProcessIdentity
 
@@ -94,9 +94,12 @@ def stacks_as_dict(process: Process, answer: Answered) -> dict[str, Any]:
         "member_id": answer.member.member_id,
         "host": answer.member.process.host,
         "pid": answer.member.process.pid,
-        "threads": [
-            {"main": stack.is_main, "library": stack.is_library, "frames": list(stack.frames)}
-            for stack in process.stacks
-        ],
+        "threads": [_thread_as_dict(stack) for stack in process.stacks],
         "trouble": process.trouble,
     }
+
+
+def _thread_as_dict(stack: Stack) -> dict[str, Any]:
+    found = {"main": stack.is_main, "library": stack.is_library, "frames": list(stack.frames)}
+    short = shorten(stack).frames
+    return found if short == stack.frames else found | {"short": list(short)}

@@ -27,6 +27,15 @@ def test_an_answer_is_read_and_written_as_json() -> None:
     }  # fmt: skip
 
 
+def test_frames_of_paceline_are_one_in_the_short_form() -> None:
+    frames = ["site-packages/paceline/a.py", "site-packages/paceline/b.py", "train.py"]
+    text = "".join(f'  File "/{file}", line 1 in f\n' for file in frames)
+    answer = answered(json.dumps({"stacks": [{"text": f"Current thread 0x01:\n{text}", "trouble": ""}]}).encode())
+    (thread,) = stacks_as_dict(process_of(answer), answer)["threads"]
+    assert thread["frames"] == [f"/{file}:1 in f" for file in frames]
+    assert thread["short"] == ["in paceline: f ... f (2 frames)", "/train.py:1 in f"]
+
+
 def test_a_member_in_no_view_has_no_rank() -> None:
     answer = answered(trouble="is not connected", in_view=False)
     process = process_of(answer)

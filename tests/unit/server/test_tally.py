@@ -175,6 +175,31 @@ def test_a_silent_member_that_was_killed_is_shown_as_killed() -> None:
     assert dict(job.tally.losses(job.now)) == {"exited": 1}
 
 
+def test_a_member_that_was_killed_long_after_its_loss_was_lost_as_it_was() -> None:
+    job = WatchedJob(2)
+    job.pass_time(2.9, job.members[:1])
+    job.pass_time(0.5, job.members[:1])
+    (gone,) = job.tally.gone_lately(job.now)
+    silent = gone.how
+    for _ in range(60):
+        job.pass_time(0.5, job.members[:1])
+    job.kill(2)
+    assert gone.how == f"{silent}; 31 s later its process was killed by SIGKILL"
+    assert job.told("lost") == [f"rank 1 (host-2, pid 1002) {silent}"]
+    assert dict(job.tally.losses(job.now)) == {"silent": 1}
+
+
+def test_only_the_last_end_of_a_process_that_came_back_is_its_own() -> None:
+    job = WatchedJob(3)
+    job.pass_time(2.9, job.members[:2])
+    job.pass_time(0.5, job.members[:2])
+    job.join(1, 9, host="host-3", pid=1003)
+    job.kill(3)
+    evicted, killed = job.tally.gone_lately(job.now)
+    assert evicted.how.startswith("was silent for")
+    assert killed.how == "was killed by SIGKILL"
+
+
 def test_a_cut_off_member_is_shown_as_killed_once_its_launcher_reports() -> None:
     job = WatchedJob(3)
     job.step(job.members[0], 1)

@@ -93,7 +93,7 @@ function asText(processes) {
   const same = new Map();
   for (const each of processes) {
     if (each.trouble) continue;
-    const key = JSON.stringify(each.threads);
+    const key = threadsText(each.threads).join("\n");
     same.set(key, [...(same.get(key) ?? []), each]);
   }
   // Those that stand elsewhere than most come first: mostly they hold the others up.
@@ -118,8 +118,8 @@ function threadsText(threads) {
   return [...own.map(threadText), ...(hidden ? [`  and ${many(hidden, "thread")} of Paceline and grpc`] : [])];
 }
 
-const threadText = ({ main, frames }) =>
-  [main ? "  main thread, newest call first" : "  another thread", ...frames.map((frame) => `    ${frame}`)].join("\n");
+const threadText = ({ main, frames, short }) =>
+  [main ? "  main thread, newest call first" : "  another thread", ...(short ?? frames).map((frame) => `    ${frame}`)].join("\n");
 
 $("look-refresh").addEventListener("click", refresh);
 $("look").addEventListener("close", () => looks.number++);

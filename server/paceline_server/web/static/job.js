@@ -174,7 +174,7 @@ const goneRows = new Rows($("gone").querySelector("ol"), {
   key: (gone) => gone.member_id,
   make() {
     const row = element("li");
-    row.append(element("b"), " ", element("span", "how"), " ", element("span", "muted"), element("details"));
+    row.append(element("b"), " ", element("span", "how"), element("span", "muted"), element("details"));
     row.lastElementChild.append(element("summary", "", "its last lines"), element("pre"));
     return row;
   },

@@ -45,9 +45,9 @@ const COLUMNS = [
   ["number behind", (member) => (member.step ? behind(member) : DASH), (member) => (member.step ? behind(member) : null), "76px", true],
   ["standing wide", (member) => member.standing || DASH, (member) => member.standing, "110px"],
   ["text", whatItDoes, whatItDoes, "minmax(112px, 1.6fr)"],
-  ["number wide speed", (member) => known(member.speed, short), (member) => member.speed || null, "76px", true],
+  ["number wide speed", (member) => known(member.speed, short), (member) => member.speed || null, "88px", true],
   ["number wide share", (member) => known(member.share, percent), (member) => member.share || null, "74px", true],
-  ["number wide cpu", (member) => known(member.cpu, (cores) => `${cores.toFixed(cores < 10 ? 1 : 0)} cores`), (member) => member.cpu, "92px", true],
+  ["number wide cpu", (member) => (member.cpu ?? null) === null ? DASH : `${member.cpu.toFixed(member.cpu < 10 ? 1 : 0)} cores`, (member) => member.cpu, "92px", true],
   ["number wide memory", (member) => known(member.memory_bytes, (bytes) => short(bytes, "B")), (member) => member.memory_bytes, "84px", true],
   ["number wide sent", (member) => short(sum(member.sent_bytes), "B"), (member) => sum(member.sent_bytes), "82px"],
 ];
