@@ -1234,15 +1234,15 @@ MUTANTS = (
     Mutant(
         "a worker that waits to be taken in again counts as hung",
         "client/paceline/cli/launcher/worker.py",
-        " or self._waits:\n            return False\n        return self._was_lost",
-        ":\n            return False\n        return self._was_lost",
+        " or self._waits or self._has_left:",
+        " or self._has_left:",
         ("unit/cli/test_left_behind.py",),
     ),
     Mutant(
         "a restart is made though the job is done",
         "client/paceline/launch/_supervision.py",
-        "        if self._job_is_done:\n            self._lose_pending()",
-        "        pass",
+        "        if done:\n            self._lose_pending()",
+        "        if False:\n            pass",
         ("unit/launch/test_supervision_elastic.py",),
     ),
     # A job that hangs, and what is counted and kept of a job.

@@ -137,7 +137,7 @@ def test_workers_that_join_or_fail_get_no_warning(script: Path, code: str) -> No
 def test_a_single_worker_that_never_joins_gets_no_warning(script: Path) -> None:
     with command("run", "-n", "1", write(script, "pass")) as run:
         assert run.wait() == 0
-    assert run.stderr == ""
+    assert run.complaints == ""
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_a_signal_stops_all_workers(script: Path, signum: signal.Signals, code: 
         run.wait_for("pids", 4)
         run.signal(signum)
         assert run.wait() == code
-    assert run.stderr == "paceline: stopping 4 workers\n"
+    assert run.complaints == "paceline: stopping 4 workers\n"
     wait_until_gone(pids(run))
 
 
@@ -295,7 +295,7 @@ def test_a_second_signal_kills_workers_that_ignore_the_first(script: Path) -> No
         run.wait_for("stopping 2 workers")
         run.signal(signal.SIGINT)
         assert run.wait(timeout=20.0) == 130  # it would kill those of an elastic job by itself, but after 30 s
-    assert run.stderr == "paceline: stopping 2 workers\npaceline: killing 2 workers\n"
+    assert run.complaints == "paceline: stopping 2 workers\npaceline: killing 2 workers\n"
     wait_until_gone(pids(run))
 
 

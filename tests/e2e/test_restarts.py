@@ -203,7 +203,7 @@ def test_no_worker_is_restarted_after_sigterm(folder: str) -> None:
         run.wait_for("pid ", 2)
         run.signal(signal.SIGTERM)
         assert run.wait() == 143, str(run)
-    assert run.stderr == "paceline: stopping 2 workers\n"
+    assert run.complaints == "paceline: stopping 2 workers\n"
     wait_until_gone(pids(run))
 
 
@@ -244,7 +244,7 @@ def test_workers_of_an_elastic_job_have_time_to_leave(folder: str) -> None:
         run.signal(signal.SIGTERM)
         assert run.wait() == 0, str(run)
     assert run.stdout.count("left in good order") == 2
-    assert run.stderr == "paceline: stopping 2 workers\n"
+    assert run.complaints == "paceline: stopping 2 workers\n"
 
 
 def test_a_killed_member_and_its_failed_peer_meet_again(folder: str) -> None:

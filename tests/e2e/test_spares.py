@@ -114,14 +114,14 @@ def test_spares_end_when_their_launcher_ends(tmp_path: Path, signum: signal.Sign
         run.signal(signum)
         assert run.wait() == (-signum if signum == signal.SIGKILL else 128 + signum)
     wait_until_gone(list(job.imported))
-    assert run.stderr == ("" if signum == signal.SIGKILL else "paceline: stopping 2 workers\n")
+    assert run.complaints == ("" if signum == signal.SIGKILL else "paceline: stopping 2 workers\n")
 
 
 def test_a_finished_job_leaves_no_spare(tmp_path: Path) -> None:
     job = Job(tmp_path, "import installed, time, os\nwhile len(os.listdir(os.environ['MARKS'])) < 2: time.sleep(0.01)")
     with command(*RUN, str(job.script), **job.environment) as run:
         assert run.wait() == 0, str(run)
-    assert run.stderr == ""
+    assert run.complaints == ""
     assert len(job.imported) == 2
     wait_until_gone(list(job.imported))
 
@@ -133,7 +133,7 @@ def test_a_dead_spare_is_replaced_silently(tmp_path: Path) -> None:
         first = job.spare(set(pids(run)))
         kill(first)
         second = job.spare({first, *pids(run)})
-        assert run.stderr == ""
+        assert run.complaints == ""
         kill(pids(run)[0])
         run.wait_for("here ", 2)
         assert pids(run)[1] == second
@@ -152,7 +152,7 @@ def test_repeatedly_dying_spares_are_replaced_with_growing_pauses(tmp_path: Path
         times = sorted((tmp_path / "marks" / str(pid)).stat().st_mtime for pid in job.imported - set(pids(run)))
         assert times[1] - times[0] > 0.9  # a pause of 1 s, but for the file system's clock
         assert times[2] - times[1] > 1.9
-        assert run.stderr == ""
+        assert run.complaints == ""
 
 
 def test_an_import_error_in_a_spare_is_raised_again_in_the_script(tmp_path: Path) -> None:

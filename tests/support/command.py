@@ -16,7 +16,11 @@ from support.python_process import ONE_THREAD, start_python
 
 __all__ = ["NOT_JOINED", "SAID_WHEN_BUSY", "Command", "command", "gone", "script", "wait_until_gone"]
 
-SAID_WHEN_BUSY = re.compile(r"paceline: job '.*': waiting for \d+ more workers? |paceline: .*; for \d+ s now$")
+SAID_WHEN_BUSY = re.compile(
+    r"paceline: job '.*': (?:waiting for \d+ more workers? |no coordinator answers at .* yet;)"
+    r"|paceline: .*; for \d+ s now$"
+    r"|paceline: .* joined or printed anything yet; imports may take a while$"
+)
 """Lines about late workers, which a command writes only on a busy machine."""
 
 NOT_JOINED = "paceline: no worker called paceline.join()"
