@@ -139,7 +139,7 @@ def test_a_function_that_always_fails_is_given_up_after_its_restarts(
         paceline_ray.run(broken, "data", min_workers=1, restarts=2)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"][1:]
     assert len(said) == 3, said
-    assert "1 of 2" in said[0]
+    assert "(1 of its 2 restarts)" in said[0]
     assert said[2].endswith("called sys.exit('no data'); its 2 restarts are used up")
 
 
