@@ -385,4 +385,4 @@ def test_a_worker_that_reads_its_rank_after_the_last_step_exits_cleanly(folder: 
     with command("run", "-n", "2", "--min", "1", "--restarts", "2", write(folder, COMES_LATE), folder) as run:
         assert run.wait(60.0) == 0, str(run)
     assert re.search(r"is done \(step \d+\)", run.stderr), str(run)
-    assert "2 of 2" not in run.stderr, "one restart is enough"
+    assert "2 of its 2" not in run.stderr, "one restart is enough"
