@@ -1,4 +1,4 @@
-"""What an event of a job says, in sentences of bounded length. Pure."""
+"""The sentences of a job's events, of bounded length. Pure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def named(seats: Sequence[Seat], *, short: bool = False) -> str:
 
 
 def how_it_began(view: View, why: Sequence[str]) -> str:
-    """Says that a generation has begun, and `why`: who has come and who has left."""
+    """Says that a generation has begun; `why` names the members that have come and those that have left."""
     count = len(view.seats)
     start = f" from step {view.base.step}" if view.base is not None else ""
     because = f": {' and '.join(why)}" if why else ""

@@ -387,7 +387,7 @@ async def _a_long_answer(*_: object) -> bytearray:
     return bytearray(b" ") * (32 << 20)  # more than the sockets hold
 
 
-def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_answers_that_wait_to_be_sent_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reader, "read", _a_long_answer)
 
     async def main() -> None:

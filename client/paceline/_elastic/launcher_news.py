@@ -1,4 +1,4 @@
-"""What a loop over steps tells its launcher, and through it the user."""
+"""The news that a loop over steps sends to its launcher, and through it to the user."""
 
 from __future__ import annotations
 

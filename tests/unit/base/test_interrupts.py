@@ -45,7 +45,7 @@ def in_a_callback():
 
 
 def run(code: str) -> tuple[str, str]:
-    """What a script prints on both streams."""
+    """Runs a script; returns its output on both streams."""
     done = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, timeout=60.0)
     return done.stdout, done.stderr
 

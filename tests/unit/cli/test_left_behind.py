@@ -34,7 +34,7 @@ def view(generation: int) -> dict[str, Any]:
 
 
 def later(generation: int, job: str = "digits", seconds: float = 1.0) -> list[ReportedView]:
-    """What other workers report so many seconds from now."""
+    """Returns a view that other workers report so many seconds from now."""
     return [ReportedView(job, generation, time.monotonic() + seconds)]
 
 

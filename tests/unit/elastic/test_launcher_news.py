@@ -1,4 +1,4 @@
-"""What a loop over steps tells its launcher."""
+"""The news that a loop over steps sends to its launcher."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Launcher:
         self._silent_until: float | None = None  # when to say that no worker has done anything yet; None once one has
         self._elastic = terms.elastic
         self._left_behind = LeftBehind()
-        self._look_at_views = False  # whether a worker has told or ended since it was last looked who is left behind
+        self._look_at_views = False  # True if a worker has sent news, or ended, since the last look
         self._job = ""  # the last whose steps a worker has begun
         self._done: set[str] = set()
         self._schedule = SpareSchedule(spares)
