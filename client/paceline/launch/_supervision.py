@@ -344,6 +344,8 @@ class Supervision:
         Returns:
             One sentence about the decision; empty if the job is of fixed size, or there is nothing to do.
         """
+        hung = end.slot in self._hung
+        self._hung.discard(end.slot)
         if self.interrupted:
             self._drained.append(end.returncode)
         if self.stopping or self.interrupted:
@@ -357,8 +359,6 @@ class Supervision:
         if not self._terms.elastic:
             self._lose(end, now)
             return ""
-        hung = end.slot in self._hung
-        self._hung.discard(end.slot)
         if self._job_is_done:
             if not hung:
                 self._record_loss(end)
